@@ -1,0 +1,275 @@
+"""The vocabulary of the decode path: what a request, a step, a pass and a tick are.
+
+Plain frozen types; no torch, no I/O. Everything else speaks in these words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Who wrote a token."""
+
+    SMALL = "small"
+    LARGE = "large"
+    LOOKUP = "lookup"
+
+
+class Mode(StrEnum):
+    """Which models may write (contract: routing.mode)."""
+
+    ROUTED = "routed"
+    LARGE_ONLY = "large_only"
+    SMALL_ONLY = "small_only"
+
+
+class Accept(StrEnum):
+    """What the large model must say of a drafted token (contract: routing.accept)."""
+
+    EXACT = "exact"
+    THRESHOLD = "threshold"
+    TOKEN_V3 = "token_v3"
+    TRUST = "trust"
+
+
+class Action(StrEnum):
+    """The router's verdict on one output position."""
+
+    KEEP = "keep"
+    DEFER = "defer"
+
+
+class Reason(StrEnum):
+    """The rule that decided; a closed set (contract: The tape)."""
+
+    PROTECTED_PREFIX = "protected_prefix"
+    CONFIDENT = "confident"
+    LOW_CONFIDENCE = "low_confidence"
+    DRAFT_FULL = "draft_full"
+    RUN_LIMIT = "run_limit"
+    LOOP_GUARD = "loop_guard"
+    FACT_GUARD = "fact_guard"
+    BUDGET = "budget"
+    LOOKUP_HIT = "lookup_hit"
+    PROBE = "probe"
+    LOAD = "load"
+    MODE = "mode"
+    DEGRADED = "degraded"
+
+
+class Outcome(StrEnum):
+    """What became of a row of the tape. Rows neither rejected nor discarded are the output."""
+
+    KEPT = "kept"
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    LARGE = "large"
+    FORCED = "forced"
+    REJECTED = "rejected"
+    DISCARDED = "discarded"
+
+
+UNWRITTEN = frozenset({Outcome.REJECTED, Outcome.DISCARDED})
+"""Outcomes of rows that are not part of the output."""
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended: OpenAI's `stop` and `length`, vLLM's `abort`, and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What the small model's distribution A says at one position; every number is a float32 value.
+
+    top1_p: probability of its top token. gap: top1_p minus the runner-up's. entropy: nats.
+    attn_entropy: nats, mean over heads of the last layer, or None where it is not measured.
+    """
+
+    top1_p: float
+    gap: float
+    entropy: float
+    attn_entropy: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The k most likely tokens of A (softmax at temperature 1), most likely first; logprobs in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row of the tape's `steps` table; the columns are documented in logs/README.md.
+
+    A step is handed over as soon as its token is committed. What is learnt later (the small model's
+    signals at a bonus position, the large model's view of a trusted token) arrives as a restated step
+    with the same (request_id, choice, seq).
+    """
+
+    request_id: str
+    choice: int
+    idx: int
+    seq: int
+    round: int
+    draft_pos: int
+    tick: int
+    token_id: int
+    token_bytes: bytes
+    tier: Tier
+    action: Action | None
+    reason: Reason | None
+    score: float | None
+    threshold: float | None
+    signals: Signals | None
+    run_length: int
+    ema_acceptance: float
+    draft_limit: int
+    guard_value: float
+    large_used: int
+    small_choice: int | None
+    small_topk: TopK | None
+    large_topk: TopK | None
+    p_large: float | None
+    large_choice: int | None
+    outcome: Outcome
+    audit_agrees: bool | None
+    audit_source: str | None
+    pass_id: int
+    batch_rows: int
+    small_kv: int
+    large_kv: int
+    latency_us: int
+    ts: float
+    probe_u: float | None = None
+    propensity: float | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether this row's token is part of the output."""
+        return self.outcome not in UNWRITTEN
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One model pass: a row of the tape's `passes` table."""
+
+    pass_id: int
+    tick: int
+    tier: Tier
+    rows: int
+    tokens: int
+    context_tokens: int
+    ms: float
+    host_ms: float
+    adapted: bool
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn and when an answer ends. Defaults are the API's (contract: HTTP)."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether A differs from the plain softmax of the logits, ignoring min_tokens."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+        )
+
+
+@dataclass(slots=True)
+class Counts:
+    """Running totals of one choice, in the words of the response's `routing` object."""
+
+    small_tokens: int = 0
+    large_tokens: int = 0
+    lookup_tokens: int = 0
+    protected_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    guard_hits: int = 0
+    large_passes: int = 0
+    small_passes: int = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens; always small + large + lookup."""
+        return self.small_tokens + self.large_tokens + self.lookup_tokens
+
+
+@dataclass(slots=True)
+class Timings:
+    """Unix seconds of the events of one choice's life; None until it happens."""
+
+    received: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How one choice ended."""
+
+    reason: FinishReason
+    counts: Counts
+    timings: Timings
+    stop: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one tick adds to one choice, as the client sees it.
+
+    text: newly released text (held back while it may turn into a stop string or is half a character).
+    steps: the written steps committed in this tick, in output order.
+    """
+
+    request_id: str
+    choice: int
+    text: str
+    steps: tuple[Step, ...]
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
+class Tick:
+    """All that one turn of the engine did."""
+
+    number: int
+    passed: PassRecord | None = None
+    deltas: list[Delta] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    restated: list[Step] = field(default_factory=list)

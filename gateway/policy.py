@@ -1,0 +1,208 @@
+"""The router's rules: one position's history and signals in, keep or defer out.
+
+Pure and deterministic: the engine decides with it live, replay recomputes with it, what-if varies it.
+Every number it reads is a float32 value, because that is what the tape stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from gateway.core import Accept, Action, Mode, Reason, Signals
+
+EMA_DECAY = 0.9
+"""Weight of the past in the running acceptance; one verified draft moves it by a tenth."""
+
+
+def f32(x: float) -> float:
+    """x rounded to the nearest float32, as the tape stores it."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one request is routed; the contract's `routing` keys and the shape of the score.
+
+    score = clip(bias + gap_weight * gap + entropy_weight * entropy + run_weight * run_length / max_small_run
+    + acceptance_weight * ema_acceptance, 0, 1). By default it is the gap itself.
+    loop_ngram, loop_limit: a proposal that completes an n-gram (in tokens) the output already holds
+    loop_limit times is deferred; loop_limit 0 turns the guard off.
+    """
+
+    mode: Mode = Mode.ROUTED
+    accept: Accept = Accept.EXACT
+    threshold: float = 0.5
+    accept_threshold: float = 0.3
+    alpha: float = 0.3
+    draft_length: int = 5
+    protect_first: int = 10
+    max_small_run: int = 64
+    small_repetition_penalty: float = 1.0
+    bias: float = 0.0
+    gap_weight: float = 1.0
+    entropy_weight: float = 0.0
+    run_weight: float = 0.0
+    acceptance_weight: float = 0.0
+    loop_ngram: int = 8
+    loop_limit: int = 3
+
+    @property
+    def verified(self) -> bool:
+        """Whether kept tokens wait for the large model before the client sees them."""
+        return self.mode is Mode.ROUTED and self.accept is not Accept.TRUST
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits naming these settings; equal settings hash alike."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the rules know of the past at one output position.
+
+    draft_pos: tokens already waiting in this round. run_length: consecutive tokens before this one not
+    written by the large model, waiting ones included. guard_value: how often the output already holds
+    the n-gram that the proposal would complete. large_used: tokens the large model has written.
+    """
+
+    idx: int
+    draft_pos: int
+    draft_limit: int
+    run_length: int
+    guard_value: float
+    ema_acceptance: float
+    large_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """keep or defer, the rule that said so, and the score where one was computed."""
+
+    action: Action
+    reason: Reason
+    score: float | None = None
+
+
+def score(policy: Policy, state: State, signals: Signals) -> float:
+    """The routing score in [0, 1], a float32 value; terms are added in a fixed order."""
+    total = policy.bias
+    total += policy.gap_weight * signals.gap
+    total += policy.entropy_weight * signals.entropy
+    total += policy.run_weight * (state.run_length / policy.max_small_run)
+    total += policy.acceptance_weight * state.ema_acceptance
+    return f32(min(1.0, max(0.0, total)))
+
+
+def decide_early(policy: Policy, state: State) -> Decision | None:
+    """The rules that need no proposal; None means: ask the small model."""
+    if policy.mode is Mode.LARGE_ONLY:
+        return Decision(Action.DEFER, Reason.MODE)
+    if policy.mode is Mode.SMALL_ONLY:
+        return None
+    if state.idx < policy.protect_first:
+        return Decision(Action.DEFER, Reason.PROTECTED_PREFIX)
+    if state.draft_pos >= state.draft_limit:
+        return Decision(Action.DEFER, Reason.DRAFT_FULL)
+    if state.run_length >= policy.max_small_run:
+        return Decision(Action.DEFER, Reason.RUN_LIMIT)
+    return None
+
+
+def decide(policy: Policy, state: State, signals: Signals) -> Decision:
+    """All rules in order: mode, protected prefix, draft and run limits, loop guard, score."""
+    early = decide_early(policy, state)
+    if early is not None:
+        return early
+    if policy.mode is Mode.SMALL_ONLY:
+        return Decision(Action.KEEP, Reason.MODE)
+    if policy.loop_limit and state.guard_value >= policy.loop_limit:
+        return Decision(Action.DEFER, Reason.LOOP_GUARD)
+    value = score(policy, state, signals)
+    if value >= f32(policy.threshold):
+        return Decision(Action.KEEP, Reason.CONFIDENT, value)
+    return Decision(Action.DEFER, Reason.LOW_CONFIDENCE, value)
+
+
+class History:
+    """One choice's past, folded step by step; the engine and replay fold the same way.
+
+    Drafts wait in order until `resolve` says how many of them the large model let stand.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.tokens: list[int] = []
+        self.num_drafts = 0
+        self.run_length = 0
+        self.ema_acceptance = 1.0
+        self.large_used = 0
+        self._ngrams: Counter[tuple[int, ...]] = Counter()
+        self._draft_start_run = 0
+
+    @property
+    def num_written(self) -> int:
+        """Output tokens that stand, without waiting drafts."""
+        return len(self.tokens) - self.num_drafts
+
+    def state(self, proposal: int | None, draft_limit: int) -> State:
+        """The state in which the next position is decided, given the small model's proposal if known."""
+        return State(
+            idx=len(self.tokens),
+            draft_pos=self.num_drafts,
+            draft_limit=draft_limit,
+            run_length=self.run_length,
+            guard_value=float(self._ngrams[self._ngram_with(proposal)]) if proposal is not None else 0.0,
+            ema_acceptance=self.ema_acceptance,
+            large_used=self.large_used,
+        )
+
+    def draft(self, token: int) -> None:
+        """A kept proposal waits for verification."""
+        if self.num_drafts == 0:
+            self._draft_start_run = self.run_length
+        self._push(token)
+        self.num_drafts += 1
+        self.run_length += 1
+
+    def keep(self, token: int) -> None:
+        """A kept proposal stands without verification."""
+        self._push(token)
+        self.run_length += 1
+
+    def resolve(self, num_accepted: int, large_token: int | None) -> None:
+        """The large model let num_accepted drafts stand, dropped the rest, and wrote large_token.
+
+        large_token is None where the answer ended inside the accepted run.
+        """
+        examined = min(num_accepted + 1, self.num_drafts)
+        for i in range(examined):
+            hit = 1.0 if i < num_accepted else 0.0
+            self.ema_acceptance = f32(EMA_DECAY * self.ema_acceptance + (1 - EMA_DECAY) * hit)
+        if self.num_drafts:
+            for _ in range(self.num_drafts - num_accepted):
+                self._pop()
+            self.run_length = self._draft_start_run + num_accepted
+            self.num_drafts = 0
+        if large_token is not None:
+            self._push(large_token)
+            self.run_length = 0
+            self.large_used += 1
+
+    def _ngram_with(self, token: int) -> tuple[int, ...]:
+        return (*self.tokens[len(self.tokens) - self.policy.loop_ngram + 1 :], token)
+
+    def _push(self, token: int) -> None:
+        if len(self.tokens) + 1 >= self.policy.loop_ngram:
+            self._ngrams[self._ngram_with(token)] += 1
+        self.tokens.append(token)
+
+    def _pop(self) -> None:
+        token = self.tokens.pop()
+        if len(self.tokens) + 1 >= self.policy.loop_ngram:
+            self._ngrams[self._ngram_with(token)] -= 1

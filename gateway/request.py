@@ -1,0 +1,60 @@
+"""A request as the engine takes it, and as the tape keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core import Finished, Sampling
+from gateway.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One choice to decode. A client's request with n choices or several prompts is several of these
+    with the same id and `choice` 0, 1, 2, ...
+
+    prompt_ids: at least one token. policy: resolved, overrides applied. params: the client's own body
+    fields, as received, for the tape. num_topk: how many top tokens of each model a step carries (>= 2).
+    """
+
+    id: str
+    choice: int
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    policy: Policy
+    policy_name: str
+    received: float
+    arm: str = "stable"
+    endpoint: str = ""
+    model: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    num_topk: int = 5
+    parent: str | None = None
+    forked_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What serves a request, written on every row of the tape's `requests` table.
+
+    numerics: device, dtype and quantization of each model, such as "cpu/float32/none".
+    """
+
+    small_model: str
+    large_model: str
+    small_hash: str
+    large_hash: str
+    numerics: str
+    version: str
+    router_hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A row of the tape's `requests` table: at admission `finished` is None, at the end it is not."""
+
+    request: Request
+    served: Served
+    finished: Finished | None = None
