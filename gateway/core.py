@@ -24,6 +24,11 @@ class Mode(StrEnum):
     LARGE_ONLY = "large_only"
     SMALL_ONLY = "small_only"
 
+    @property
+    def runs_small(self) -> bool:
+        """Whether the small model reads every position, so that each step carries its signals."""
+        return self is not Mode.LARGE_ONLY
+
 
 class Accept(StrEnum):
     """What the large model must say of a drafted token (contract: routing.accept)."""
@@ -31,6 +36,7 @@ class Accept(StrEnum):
     EXACT = "exact"
     THRESHOLD = "threshold"
     TOKEN_V3 = "token_v3"
+    TYPICAL = "typical"
     TRUST = "trust"
 
 
@@ -266,10 +272,14 @@ class Delta:
 
 @dataclass(slots=True)
 class Tick:
-    """All that one turn of the engine did."""
+    """All that one turn of the engine did.
+
+    settled: (request id, choice) of choices of which nothing more will come: their steps are complete.
+    """
 
     number: int
     passed: PassRecord | None = None
     deltas: list[Delta] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     restated: list[Step] = field(default_factory=list)
+    settled: list[tuple[str, int]] = field(default_factory=list)

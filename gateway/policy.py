@@ -42,6 +42,7 @@ class Policy:
     protect_first: int = 10
     max_small_run: int = 64
     small_repetition_penalty: float = 1.0
+    large_token_budget: int | None = None
     bias: float = 0.0
     gap_weight: float = 1.0
     entropy_weight: float = 0.0
@@ -99,6 +100,10 @@ def score(policy: Policy, state: State, signals: Signals) -> float:
     return f32(min(1.0, max(0.0, total)))
 
 
+def _over_budget(policy: Policy, state: State) -> bool:
+    return policy.large_token_budget is not None and state.large_used >= policy.large_token_budget
+
+
 def decide_early(policy: Policy, state: State) -> Decision | None:
     """The rules that need no proposal; None means: ask the small model."""
     if policy.mode is Mode.LARGE_ONLY:
@@ -107,6 +112,8 @@ def decide_early(policy: Policy, state: State) -> Decision | None:
         return None
     if state.idx < policy.protect_first:
         return Decision(Action.DEFER, Reason.PROTECTED_PREFIX)
+    if _over_budget(policy, state):
+        return None
     if state.draft_pos >= state.draft_limit:
         return Decision(Action.DEFER, Reason.DRAFT_FULL)
     if state.run_length >= policy.max_small_run:
@@ -115,12 +122,14 @@ def decide_early(policy: Policy, state: State) -> Decision | None:
 
 
 def decide(policy: Policy, state: State, signals: Signals) -> Decision:
-    """All rules in order: mode, protected prefix, draft and run limits, loop guard, score."""
+    """All rules in order: mode, protected prefix, budget, draft and run limits, loop guard, score."""
     early = decide_early(policy, state)
     if early is not None:
         return early
     if policy.mode is Mode.SMALL_ONLY:
         return Decision(Action.KEEP, Reason.MODE)
+    if _over_budget(policy, state):
+        return Decision(Action.KEEP, Reason.BUDGET)
     if policy.loop_limit and state.guard_value >= policy.loop_limit:
         return Decision(Action.DEFER, Reason.LOOP_GUARD)
     value = score(policy, state, signals)

@@ -1,0 +1,157 @@
+"""One choice while it decodes: its tokens, its drafts, how far each model has read, what its steps lack."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from gateway.core import Counts, Delta, Finished, Signals, Step, Tier, Timings, TopK
+from gateway.policy import Decision, History, State, decide_early
+from gateway.request import Request
+from gateway.sampling import Ask
+from gateway.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class PassStamp:
+    """What a step says of the pass that wrote it."""
+
+    tick: int
+    pass_id: int
+    rows: int
+    latency_us: int
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The small model's token x at one output position, and what was decided about it."""
+
+    token: int
+    signals: Signals
+    topk: TopK
+    state: State
+    decision: Decision
+    stamp: PassStamp
+    small_kv: int
+    large_kv: int
+
+
+@dataclass(slots=True)
+class Row:
+    """One choice in the engine.
+
+    sequence: prompt, output and waiting drafts. seen[tier]: how many of `sequence` the tier's cache holds.
+    drafts: kept proposals that wait for verification. deferred: the proposal that ended the round, if the
+    small model had made one. early: a decision taken without a proposal. unsignalled, unlabelled: written
+    steps (consecutive positions) that lack the small model's signals, the large model's view. A finished row
+    stays until its last signals are in.
+    """
+
+    request: Request
+    history: History
+    text: TextStream
+    blocks: tuple[int, ...]
+    max_len: int
+    timings: Timings
+    ready_since: float
+    sequence: list[int]
+    tier: Tier = Tier.LARGE
+    seen: dict[Tier, int] = field(default_factory=lambda: {Tier.SMALL: 0, Tier.LARGE: 0})
+    drafts: list[Proposal] = field(default_factory=list)
+    deferred: Proposal | None = None
+    early: tuple[Decision, State] | None = None
+    unsignalled: deque[Step] = field(default_factory=deque)
+    unlabelled: deque[Step] = field(default_factory=deque)
+    counts: Counts = field(default_factory=Counts)
+    seq: int = 0
+    round: int = 0
+    finished: Finished | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens this choice may still write."""
+        return (
+            min(self.request.sampling.max_tokens, self.max_len - self.num_prompt) - self.history.num_written
+        )
+
+    @property
+    def draft_limit(self) -> int:
+        """Most drafts of this round: the large model always writes one token more, so the last is its own."""
+        policy = self.request.policy
+        return min(policy.draft_length, self.num_left - 1) if policy.verified else policy.draft_length
+
+    def route(self) -> None:
+        """Decide the next position as far as that needs no proposal, and so the tier that runs next."""
+        state = self.history.state(None, self.draft_limit)
+        early = decide_early(self.request.policy, state)
+        self.early = None if early is None else (early, state)
+        self.tier = Tier.SMALL if early is None else Tier.LARGE
+
+    def num_unseen(self, tier: Tier) -> int:
+        """Tokens of the sequence that the tier's cache lacks."""
+        return len(self.sequence) - self.seen[tier]
+
+    def num_together(self, tier: Tier) -> int:
+        """Last tokens that must be fed in one pass: drafts are verified at once."""
+        return len(self.drafts) + 1 if tier is Tier.LARGE else 1
+
+    def num_wanted(self, tier: Tier, num_tokens: int) -> int:
+        """Positions of a feed whose logits are wanted: where a written step lacks something, and the next."""
+        lacking = self.unsignalled if tier is Tier.SMALL else self.unlabelled
+        first = lacking[0].idx if lacking else self._next_idx(tier)
+        end = self.seen[tier] + num_tokens
+        # The logits that decide output position i are those of the token before it.
+        return max(0, end - max(self.seen[tier], self.num_prompt - 1 + first))
+
+    def _next_idx(self, tier: Tier) -> int:
+        return self.history.num_written if tier is Tier.LARGE else len(self.history.tokens)
+
+    def ask(self, tier: Tier, position: int, eos_ids: frozenset[int]) -> Ask:
+        """What to read at an output position (committed, drafted or the next)."""
+        sampling = self.request.sampling
+        idx = self.num_prompt + position
+        banned: tuple[int, ...] = ()
+        if position < sampling.min_tokens:
+            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_ids)
+            banned = tuple(sorted(ends))
+        penalty = self.request.policy.small_repetition_penalty if tier is Tier.SMALL else 1.0
+        shaped = sampling.shapes_logits or penalty != 1.0
+        return Ask(
+            sampling=sampling,
+            choice=self.request.choice,
+            position=position,
+            prompt=self.request.prompt_ids,
+            output=self.sequence[self.num_prompt : idx] if shaped else (),
+            num_topk=self.request.num_topk,
+            draft=self.sequence[idx] if tier is Tier.LARGE and idx < len(self.sequence) else None,
+            small_penalty=penalty,
+            banned=banned,
+        )
+
+    def drop_drafts(self, num_accepted: int) -> None:
+        """Roll back to the accepted prefix: shorten the sequence and what each cache counts as seen."""
+        end = len(self.sequence) - (len(self.drafts) - num_accepted)
+        del self.sequence[end:]
+        for tier in self.seen:
+            self.seen[tier] = min(self.seen[tier], end)
+        self.drafts.clear()
+        self.deferred = None
+
+
+@dataclass(slots=True)
+class Output:
+    """What one tick gathers for one row's client."""
+
+    text: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def delta(self, row: Row) -> Delta:
+        """The client's view of this tick."""
+        return Delta(row.request.id, row.request.choice, "".join(self.text), tuple(self.steps), self.finished)

@@ -1,0 +1,84 @@
+"""Which tier runs next, and on which rows.
+
+Each tier has its own ready set; a tick runs one tier over its ready rows. Nothing is in lockstep: rows that
+need the large model gather while others draft, until the oldest of them has waited `large_wait_s`; from then
+on the tier whose oldest row is older goes first, so neither starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from gateway.core import Tier
+
+SHORT_FEED = 64
+"""Up to this many new tokens a row counts as decoding; beyond, it prefills and shares the chunk budget."""
+
+
+class Ready(Protocol):
+    """A row that can run: its tier, since when, its new tokens, how many of them must stay together."""
+
+    tier: Tier
+    ready_since: float
+
+    def num_unseen(self, tier: Tier) -> int: ...
+
+    def num_together(self, tier: Tier) -> int: ...
+
+
+R = TypeVar("R", bound=Ready)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[R]):
+    """One pass: a tier, its rows, and how many new tokens each row feeds."""
+
+    tier: Tier
+    rows: tuple[R, ...]
+    num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """large_wait_s: longest a row waits for company before a large pass.
+
+    prefill_chunk: most prefill tokens a pass."""
+
+    large_wait_s: float
+    prefill_chunk: int
+
+    def plan(self, rows: Sequence[R], now: float) -> Plan[R] | None:
+        """The next pass, or None when no row is ready."""
+        ready: dict[Tier, list[R]] = {Tier.SMALL: [], Tier.LARGE: []}
+        for row in sorted(rows, key=lambda row: row.ready_since):
+            ready[row.tier].append(row)
+        tier = self._pick(ready, now)
+        return None if tier is None else self._fill(tier, ready[tier])
+
+    def _pick(self, ready: dict[Tier, list[R]], now: float) -> Tier | None:
+        small, large = ready[Tier.SMALL], ready[Tier.LARGE]
+        if not large:
+            return Tier.SMALL if small else None
+        overdue = now - large[0].ready_since >= self.large_wait_s
+        if small and (not overdue or small[0].ready_since < large[0].ready_since):
+            return Tier.SMALL
+        return Tier.LARGE
+
+    def _fill(self, tier: Tier, ready: list[R]) -> Plan[R]:
+        """Decoding rows all run; prefilling rows share what is left of the chunk, oldest first."""
+        chosen: list[R] = []
+        nums: list[int] = []
+        left = self.prefill_chunk
+        for row in ready:
+            unseen = row.num_unseen(tier)
+            if unseen > SHORT_FEED:
+                num = unseen if unseen <= left else min(left, unseen - row.num_together(tier))
+                if num <= 0:
+                    continue
+                left -= num
+                unseen = num
+            chosen.append(row)
+            nums.append(unseen)
+        return Plan(tier, tuple(chosen), tuple(nums))
