@@ -1,0 +1,61 @@
+# Two commands: `make serve` and `make test`. Each sets up what it needs first.
+
+PYTHON ?= python3
+PORT ?= 8000
+UI_PORT ?= 8501
+PRESET ?= qwen-coder
+VENV := .venv
+BIN := $(VENV)/bin
+SERVE := $(VENV)/.serve-installed
+DEV := $(VENV)/.dev-installed
+# torch's OpenMP threads must sleep, not spin, while they wait: see README, "Speed".
+export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
+
+.PHONY: help install serve test e2e soak lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(SERVE)  ## the virtual environment .venv
+
+serve: $(SERVE)  ## gateway on :8000 and replay UI on :8501, models fetched when missing
+	$(BIN)/tokentape serve --preset $(PRESET) --port $(PORT) --ui-port $(UI_PORT)
+
+test: $(DEV)  ## the fast tests, no model downloads
+	$(BIN)/python -m pytest
+
+e2e: $(DEV)  ## the real model pair and a real browser
+	$(BIN)/tokentape models pull qwen-coder
+	$(BIN)/python -m pytest -m e2e
+
+soak: $(DEV)  ## long fault and load runs
+	$(BIN)/python -m pytest -m soak -s
+
+lint: $(DEV)  ## ruff and mypy strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(SERVE)  ## the speed table, as ratios measured in one run
+	$(BIN)/tokentape bench
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; set PYTHON=..." >&2; exit 2; }
+	@echo "== virtual environment $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(SERVE): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "== installing tokentape and what it needs"
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(SERVE)
+	@echo "== installing the test tools"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:  ## remove the virtual environment and caches inside the clone
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
