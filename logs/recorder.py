@@ -1,0 +1,284 @@
+"""The tape's writer: a bounded queue that never blocks the decode path, and one thread that commits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import duckdb
+import structlog
+
+from gateway.core import PassRecord, Step, Tick
+from gateway.request import Trace
+from logs.batch import Batch, Key, begin
+from logs.reader import Reader
+from logs.rows import Capture, Decode, Life
+from logs.tape import Tape, open_tape
+
+FINISHED_KEPT = 256
+"""Choices remembered after their end, so that a late audit still reaches their request row."""
+
+NUMBERS_KEPT = 20_000
+"""Request ids whose trace number is remembered, for their later choices and late audits."""
+
+log = structlog.get_logger("logs.recorder")
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    steps: list[Step]
+    restated: list[Step]
+    passed: PassRecord | None
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Barrier:
+    reached: threading.Event
+    stop: bool = False
+
+
+class Recorder:
+    """Observer of the engine that writes the tape in data_dir.
+
+    queue_rows bounds the rows handed over and not yet on disk. What does not fit is dropped by whole
+    request (its later steps too), counted in `dropped` by cause, and its trace is marked incomplete.
+    Raises TapeBusy, TapeUnwritable or TapeTooNew where the tape cannot be opened.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        queue_rows: int = 100_000,
+        flush_rows: int = 1000,
+        flush_s: float = 0.25,
+        capture: Capture = Capture.FULL,
+        decode: Decode | None = None,
+        on_flush: Callable[[float], None] | None = None,
+    ) -> None:
+        self.data_dir = data_dir
+        self.queue_rows = queue_rows
+        self.flush_rows = flush_rows
+        self.flush_s = flush_s
+        self.dropped: Counter[str] = Counter()
+        self._tape: Tape = open_tape(data_dir)
+        self.quarantined = tuple(self._tape.quarantined)
+        self._connection = self._tape.connection.cursor()
+        self._batch = Batch(self._connection, capture, decode)
+        self._on_flush = on_flush
+        self._queue: SimpleQueue[_Admitted | _Ended | _Steps | _Barrier] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._open: set[Key] = set()
+        self._lost: set[Key] = set()
+        self._lives: dict[Key, Life] = {}
+        self._ended: OrderedDict[Key, None] = OrderedDict()
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._next_no = begin(self._connection)
+        self._last_warning = float("-inf")
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tape-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def queue_depth(self) -> int:
+        """Rows handed over and not yet on disk."""
+        return self._depth
+
+    def on_admit(self, trace: Trace) -> None:
+        """A choice got its slot; its request row is written with finish_reason null."""
+        key = (trace.request.id, trace.request.choice)
+        self._open.add(key)
+        if self._take(1):
+            self._queue.put(_Admitted(trace))
+        else:
+            self._lost.add(key)
+            self._count_dropped("queue_full", 1)
+
+    def on_tick(self, tick: Tick) -> None:
+        """Rows of one engine tick; kept or dropped together."""
+        # Lists of our own: the engine may go on filling the tick's.
+        steps, restated = list(tick.steps), list(tick.restated)
+        if self._lost:
+            handed_over = len(steps) + len(restated)
+            steps = [s for s in steps if (s.request_id, s.choice) not in self._lost]
+            restated = [s for s in restated if (s.request_id, s.choice) not in self._lost]
+            self._count_dropped("queue_full", handed_over - len(steps) - len(restated))
+        size = len(steps) + len(restated) + (tick.passed is not None)
+        if not size:
+            return
+        if self._take(size):
+            self._queue.put(_Steps(steps, restated, tick.passed, size))
+            return
+        for step in (*steps, *restated):
+            if (key := (step.request_id, step.choice)) in self._open:
+                self._lost.add(key)
+        self._count_dropped("queue_full", size)
+
+    def on_finish(self, trace: Trace) -> None:
+        """A choice ended; its request row takes its final form."""
+        key = (trace.request.id, trace.request.choice)
+        self._open.discard(key)
+        # Never refused: there is at most one end per admitted choice, and it tells that steps are missing.
+        with self._lock:
+            self._depth += 1
+        self._queue.put(_Ended(trace))
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until everything handed over before is on disk; False when timeout_s passed first."""
+        if self._closed:
+            return True
+        barrier = _Barrier(threading.Event())
+        self._queue.put(barrier)
+        return barrier.reached.wait(timeout_s)
+
+    def reader(self) -> Reader:
+        """A reader of this tape that sees everything handed over before each call."""
+        return Reader(self._tape.connection, self.data_dir, sync=self.flush)
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A connection of one's own to the open tape, for one thread."""
+        return self._tape.connection.cursor()
+
+    def close(self) -> None:
+        """Write what is queued, checkpoint, and release the data directory."""
+        if self._closed:
+            return
+        self._closed = True
+        barrier = _Barrier(threading.Event(), stop=True)
+        self._queue.put(barrier)
+        self._thread.join()
+        self._connection.close()
+        self._tape.close()
+
+    def _take(self, size: int) -> bool:
+        with self._lock:
+            if self._depth + size > self.queue_rows:
+                return False
+            self._depth += size
+            return True
+
+    def _count_dropped(self, cause: str, rows: int) -> None:
+        if not rows:
+            return
+        with self._lock:
+            self.dropped[cause] += rows
+            now = time.monotonic()
+            quiet = now - self._last_warning < 1.0
+            if not quiet:
+                self._last_warning = now
+        if not quiet:
+            log.error("tape_dropping", cause=cause, rows=rows, dropped=dict(self.dropped))
+
+    def _run(self) -> None:
+        due: float | None = None
+        while True:
+            try:
+                item = self._queue.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except Empty:
+                self._commit()
+                due = None
+                continue
+            if isinstance(item, _Barrier):
+                self._commit()
+                due = None
+                item.reached.set()
+                if item.stop:
+                    return
+                continue
+            self._fold(item)
+            if due is None:
+                due = time.monotonic() + self.flush_s
+            if self._batch.handed_over >= self.flush_rows or time.monotonic() >= due:
+                self._commit()
+                due = None
+
+    def _fold(self, item: _Admitted | _Ended | _Steps) -> None:
+        batch = self._batch
+        if isinstance(item, _Steps):
+            batch.handed_over += item.size
+            if item.passed is not None:
+                batch.passes.append(item.passed)
+            for step in item.steps:
+                self._fold_step(step, restated=False)
+            for step in item.restated:
+                self._fold_step(step, restated=True)
+            return
+        batch.handed_over += 1
+        request = item.trace.request
+        key = (request.id, request.choice)
+        life = self._lives.get(key)
+        if life is None:
+            life = self._lives[key] = Life(self._number(request.id), item.trace)
+        life.trace = item.trace
+        batch.requests[key] = life
+        if isinstance(item, _Ended):
+            life.incomplete = life.incomplete or key in self._lost
+            self._lost.discard(key)
+            self._ended[key] = None
+            while len(self._ended) > FINISHED_KEPT:
+                oldest, _ = self._ended.popitem(last=False)
+                del self._lives[oldest]
+
+    def _fold_step(self, step: Step, restated: bool) -> None:
+        key = (step.request_id, step.choice)
+        life = self._lives.get(key)
+        number = life.trace_no if life is not None else self._numbers.get(step.request_id)
+        if number is None:
+            self._count_dropped("unknown_request", 1)
+            return
+        if life is not None:
+            if life.incomplete:
+                # A gap must stay the last thing a trace has: what remains is a prefix that replays.
+                self._count_dropped("incomplete", 1)
+                return
+            life.see(step)
+            if key in self._ended:
+                self._batch.requests[key] = life
+        self._batch.put(step, number, restated)
+
+    def _number(self, request_id: str) -> int:
+        number = self._numbers.get(request_id)
+        if number is None:
+            number = self._numbers[request_id] = self._next_no
+            self._next_no += 1
+            if len(self._numbers) > NUMBERS_KEPT:
+                self._numbers.popitem(last=False)
+        return number
+
+    def _commit(self) -> None:
+        batch = self._batch
+        if not batch.handed_over:
+            return
+        began = time.perf_counter()
+        handed_over = batch.handed_over
+        try:
+            batch.commit()
+        except Exception as error:
+            # Decoding goes on whatever becomes of the tape: a full disk costs rows, loudly, never answers.
+            log.error("tape_write_failed", rows=handed_over, error=f"{type(error).__name__}: {error}")
+            self._count_dropped("write_error", handed_over)
+            for key in batch.touched():
+                if (life := self._lives.get(key)) is not None:
+                    life.incomplete = True
+            batch.clear()
+        with self._lock:
+            self._depth -= handed_over
+        if self._on_flush is not None:
+            self._on_flush(time.perf_counter() - began)
