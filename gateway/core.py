@@ -23,11 +23,17 @@ class Mode(StrEnum):
     ROUTED = "routed"
     LARGE_ONLY = "large_only"
     SMALL_ONLY = "small_only"
+    SHADOW = "shadow"
 
     @property
     def runs_small(self) -> bool:
         """Whether the small model reads every position, so that each step carries its signals."""
         return self is not Mode.LARGE_ONLY
+
+    @property
+    def runs_large(self) -> bool:
+        """Whether the large model reads the text while it is written."""
+        return self is not Mode.SMALL_ONLY
 
 
 class Accept(StrEnum):
@@ -270,16 +276,30 @@ class Delta:
     finished: Finished | None = None
 
 
+class AuditStatus(StrEnum):
+    """Whether the large model has seen every token that it did not verify while decoding."""
+
+    NOT_CHOSEN = "not_chosen"
+    COMPLETE = "complete"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A choice of which nothing more will come: its client has its answer and its steps are complete."""
+
+    request_id: str
+    choice: int
+    audit: AuditStatus
+
+
 @dataclass(slots=True)
 class Tick:
-    """All that one turn of the engine did.
-
-    settled: (request id, choice) of choices of which nothing more will come: their steps are complete.
-    """
+    """All that one turn of the engine did."""
 
     number: int
     passed: PassRecord | None = None
     deltas: list[Delta] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     restated: list[Step] = field(default_factory=list)
-    settled: list[tuple[str, int]] = field(default_factory=list)
+    settled: list[Settled] = field(default_factory=list)

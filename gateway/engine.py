@@ -21,20 +21,25 @@ from gateway.accept import num_accepted
 from gateway.cache import BlockPool
 from gateway.core import (
     Action,
+    AuditStatus,
     Counts,
     Delta,
     Finished,
     FinishReason,
+    Mode,
     Outcome,
     PassRecord,
     Reason,
+    Settled,
+    Signals,
     Step,
     Tick,
     Tier,
     Timings,
+    TopK,
 )
 from gateway.models import Feed
-from gateway.policy import Decision, History, State, decide
+from gateway.policy import Decision, History, Policy, State, decide
 from gateway.request import Request
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading, read
@@ -42,6 +47,12 @@ from gateway.scheduler import Plan, Scheduler
 from gateway.text import TextStream, Tokenizer
 
 log = structlog.get_logger(__name__)
+
+View = tuple[int, Reading]
+"""An output position and what a model says there."""
+
+AUDIT_PATIENCE_S = 0.5
+"""How long an answered row's labels may wait for a large pass that runs anyway."""
 
 
 class Model(Protocol):
@@ -102,48 +113,49 @@ class Engine:
             self._last_end = time.perf_counter()
         self.waiting.append((request, Timings(received=request.received)))
 
-    def cancel(self, request_id: str) -> list[Delta]:
+    def cancel(self, request_id: str) -> Tick:
         """End every choice of a request now; its blocks are free when this returns."""
-        deltas = []
+        tick = Tick(self.num_ticks)
         for request, timings in [w for w in self.waiting if w[0].id == request_id]:
             self.waiting.remove((request, timings))
             timings.finished = self.clock()
             done = Finished(FinishReason.ABORT, Counts(), timings)
-            deltas.append(Delta(request.id, request.choice, "", (), done))
+            tick.deltas.append(Delta(request.id, request.choice, "", (), done))
+            lost = AuditStatus.LOST if request.audited else AuditStatus.NOT_CHOSEN
+            tick.settled.append(Settled(request.id, request.choice, lost))
         for row in [r for r in self.rows if r.request.id == request_id]:
             if row.finished is None:
                 out = Output()
                 self._end(row, FinishReason.ABORT, out)
-                deltas.append(out.delta(row))
-            self._free(row)
-        return deltas
+                tick.deltas.append(out.delta(row))
+            self._let_go(row, tick)
+        return tick
 
     def tick(self) -> Tick:
         """Admit what fits, run one pass, commit what it settles."""
         self.num_ticks += 1
         tick = Tick(self.num_ticks)
-        self._admit()
+        self._admit(tick)
         plan = self.scheduler.plan(self.rows, self.clock())
         if plan is None:
             return tick
         try:
-            readings, stamp = self._run(plan, tick)
+            views, stamp = self._run(plan, tick)
         except Exception as error:
             log.exception("pass_failed", tier=plan.tier, rows=len(plan.rows))
             for row in plan.rows:
                 self._fail(row, str(error), tick)
             return tick
         after = self._after_small if plan.tier is Tier.SMALL else self._after_large
-        for row, num, said in zip(plan.rows, plan.num_tokens, readings, strict=True):
+        for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
             out = Output()
             row.seen[plan.tier] += num
             after(row, said, stamp, out, tick)
             row.ready_since = self.clock()
             if out.steps:
                 tick.deltas.append(out.delta(row))
-            if row.finished is not None and not row.unsignalled:
-                self._free(row)
-                tick.settled.append((row.request.id, row.request.choice))
+            if row.finished is not None:
+                self._settle(row, tick)
         return tick
 
     def _fail(self, row: Row, error: str, tick: Tick) -> None:
@@ -152,8 +164,7 @@ class Engine:
             out = Output()
             self._end(row, FinishReason.ERROR, out, error=error)
             tick.deltas.append(out.delta(row))
-        self._free(row)
-        tick.settled.append((row.request.id, row.request.choice))
+        self._let_go(row, tick)
 
     # ---- admission
 
@@ -163,7 +174,7 @@ class Engine:
     def _longest(self, request: Request) -> int:
         return min(len(request.prompt_ids) + request.sampling.max_tokens, self.max_model_len)
 
-    def _admit(self) -> None:
+    def _admit(self, tick: Tick) -> None:
         while self.waiting and len(self.rows) < self.max_rows:
             request, timings = self.waiting[0]
             if not self.pool.can_allocate(self._longest(request)):
@@ -186,12 +197,38 @@ class Engine:
                 ready_since=timings.admitted,
                 sequence=list(request.prompt_ids),
             )
-            row.route()
             self.rows.append(row)
+            if request.policy.mode is Mode.SHADOW:
+                row.shadowed = History(request.policy)
+            if request.forced:
+                self._force(row, tick)
+            else:
+                row.route()
+
+    def _force(self, row: Row, tick: Tick) -> None:
+        """Write a fork's given tokens; both models' views of them are filled in by their first passes."""
+        out, mode = Output(), row.request.policy.mode
+        stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
+        for token, tier in row.request.forced:
+            state = row.history.state(None, row.draft_limit)
+            step = self._step(row, token, tier, Outcome.FORCED, None, state, stamp)
+            if tier is Tier.LARGE:
+                row.history.resolve(0, token)
+            else:
+                row.history.keep(token)
+            row.sequence.append(token)
+            row.owe(step, signals=mode.runs_small, label=mode.runs_large)
+            self._write(row, step, out, tick)
+            if row.finished is not None:
+                self._settle(row, tick)
+                break
+        else:
+            row.route()
+        tick.deltas.append(out.delta(row))
 
     # ---- one pass
 
-    def _run(self, plan: Plan[Row], tick: Tick) -> tuple[list[list[Reading]], PassStamp]:
+    def _run(self, plan: Plan[Row], tick: Tick) -> tuple[list[list[View]], PassStamp]:
         feeds, asks = [], []
         for row, num in zip(plan.rows, plan.num_tokens, strict=True):
             start = row.seen[plan.tier]
@@ -203,7 +240,7 @@ class Engine:
         logits = self.models[plan.tier].forward(feeds)[:, : self.vocab_size]
         ms = (time.perf_counter() - began) * 1e3
         flat = iter(read(logits, [ask for row_asks in asks for ask in row_asks]))
-        readings = [[next(flat) for _ in row_asks] for row_asks in asks]
+        views = [[(ask.position, next(flat)) for ask in row_asks] for row_asks in asks]
         ended = time.perf_counter()
         self.num_passes += 1
         now = self.clock()
@@ -225,34 +262,41 @@ class Engine:
                 row.counts.small_passes += 1
             else:
                 row.counts.large_passes += 1
-        return readings, PassStamp(tick.number, self.num_passes, len(plan.rows), int(ms * 1e3), now)
+        return views, PassStamp(tick.number, self.num_passes, len(plan.rows), int(ms * 1e3), now)
 
     # ---- the small model has spoken
 
-    def _after_small(
-        self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick
-    ) -> None:
-        for reading in readings:
-            if row.unsignalled:
-                tick.restated.append(self._restate_signals(row, reading))
-            elif row.finished is None:
+    def _after_small(self, row: Row, views: list[View], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        for position, reading in views:
+            seq = row.unsignalled.pop(position, None)
+            if seq is not None:
+                tick.restated.append(self._signal(row, seq, reading))
+            elif row.finished is None and position == len(row.history.tokens):
                 self._propose(row, reading, stamp, out, tick)
 
-    def _restate_signals(self, row: Row, reading: Reading) -> Step:
-        step = row.unsignalled.popleft()
-        agrees = None if step.large_choice is None else reading.token == step.large_choice
-        return replace(
-            step,
-            signals=reading.signals,
-            small_choice=reading.token,
-            small_topk=reading.topk,
-            audit_agrees=agrees,
-            audit_source=None if agrees is None else "verify",
-        )
+    def _signal(self, row: Row, seq: int, reading: Reading) -> Step:
+        """A written step learns what the small model says at its position."""
+        learnt = _small_view(reading.token, reading.signals, reading.topk)
+        large = row.open[seq].large_choice
+        if large is not None:
+            learnt |= {"audit_agrees": reading.token == large, "audit_source": "verify"}
+        if row.shadowed is not None:
+            learnt |= self._shadow(row, row.shadowed, row.open[seq], reading)
+        return row.restate(seq, **learnt)
+
+    def _shadow(self, row: Row, history: History, step: Step, reading: Reading) -> dict[str, Any]:
+        """What routing would have decided here, had the text been the same."""
+        policy = row.request.policy
+        left = row.request.sampling.max_tokens - step.idx
+        limit = min(policy.draft_length, max(1, left - 1)) if policy.verified else policy.draft_length
+        state = history.state(reading.token, limit, row.probe_u(step.idx))
+        decision = decide(policy, state, reading.signals)
+        history.shadow(decision, reading.token, step.token_id)
+        return {**_decided(policy, decision), **_state_columns(state), "audit_source": "shadow"}
 
     def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
         policy = row.request.policy
-        state = row.history.state(reading.token, row.draft_limit)
+        state = row.history.state(reading.token, row.draft_limit, row.probe_u(len(row.history.tokens)))
         decision = decide(policy, state, reading.signals)
         proposal = Proposal(
             reading.token,
@@ -276,32 +320,36 @@ class Engine:
         else:
             row.history.keep(proposal.token)
             step = self._proposal_step(row, proposal, Outcome.KEPT, None)
-            row.unlabelled.append(step)
+            row.owe(step, signals=False, label=True)
             self._write(row, step, out, tick)
         if row.finished is None:
             row.route()
 
     # ---- the large model has spoken
 
-    def _after_large(
-        self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick
-    ) -> None:
-        views = deque(readings)
-        while row.unlabelled and views:
-            tick.restated.append(self._label(row, views.popleft()))
-        if len(views) == len(row.drafts) + 1:
-            self._resolve(row, list(views), stamp, out, tick)
+    def _after_large(self, row: Row, views: list[View], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        rest = []
+        for position, reading in views:
+            seq = row.unlabelled.pop(position, None)
+            if seq is None:
+                rest.append(reading)
+            else:
+                tick.restated.append(self._label(row, seq, reading))
+        if row.finished is None and len(rest) == len(row.drafts) + 1:
+            self._resolve(row, rest, stamp, out, tick)
 
-    def _label(self, row: Row, reading: Reading) -> Step:
-        step = row.unlabelled.popleft()
-        return replace(
-            step,
-            large_topk=reading.topk,
-            large_choice=reading.token,
-            p_large=reading.p_draft,
-            audit_agrees=step.token_id == reading.token,
-            audit_source="catchup",
-        )
+    def _label(self, row: Row, seq: int, reading: Reading) -> Step:
+        """A written step learns what the large model says at its position."""
+        small = row.open[seq].small_choice
+        learnt: dict[str, Any] = {
+            "large_topk": reading.topk,
+            "large_choice": reading.token,
+            "p_large": reading.p_draft,
+            "audit_source": "catchup" if row.finished is None else "posthoc",
+        }
+        if small is not None:
+            learnt["audit_agrees"] = small == reading.token
+        return row.restate(seq, **learnt)
 
     def _resolve(self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick) -> None:
         """Accept a prefix of the drafts, then write the large model's own token behind it."""
@@ -328,8 +376,7 @@ class Engine:
         row.history.resolve(num, large.token)
         row.drop_drafts(num)
         row.sequence.append(large.token)
-        if step.signals is None and row.request.policy.mode.runs_small:
-            row.unsignalled.append(step)
+        row.owe(step, signals=step.signals is None and row.request.policy.mode.runs_small, label=False)
         self._write(row, step, out, tick)
         row.round += 1
         if row.finished is None:
@@ -344,12 +391,18 @@ class Engine:
 
     def _proposal_step(self, row: Row, p: Proposal, outcome: Outcome, large: Reading | None) -> Step:
         step = self._step(row, p.token, Tier.SMALL, outcome, p.decision, p.state, p.stamp)
-        step = replace(step, **_small_view(p), small_kv=p.small_kv, large_kv=p.large_kv)
+        step = replace(
+            step, **_small_view(p.token, p.signals, p.topk), small_kv=p.small_kv, large_kv=p.large_kv
+        )
         return step if large is None else replace(step, **_large_view(p.token, p.token, large))
 
     def _recovered_step(self, row: Row, rejected: Proposal, large: Reading, stamp: PassStamp) -> Step:
         step = self._step(row, large.token, Tier.LARGE, Outcome.RECOVERED, None, rejected.state, stamp)
-        return replace(step, **_small_view(rejected), **_large_view(large.token, rejected.token, large))
+        return replace(
+            step,
+            **_small_view(rejected.token, rejected.signals, rejected.topk),
+            **_large_view(large.token, rejected.token, large),
+        )
 
     def _large_step(self, row: Row, large: Reading, stamp: PassStamp) -> Step:
         """The token at the position where the round ended: bonus after a full draft, else deferred."""
@@ -361,9 +414,9 @@ class Engine:
             raise AssertionError("a large pass ended a round that nobody ended")
         outcome = Outcome.BONUS if decision.reason is Reason.DRAFT_FULL and row.drafts else Outcome.LARGE
         step = self._step(row, large.token, Tier.LARGE, outcome, decision, state, stamp)
-        proposed = None if row.deferred is None else row.deferred.token
-        step = replace(step, **_large_view(large.token, proposed, large))
-        return step if row.deferred is None else replace(step, **_small_view(row.deferred))
+        p = row.deferred
+        step = replace(step, **_large_view(large.token, None if p is None else p.token, large))
+        return step if p is None else replace(step, **_small_view(p.token, p.signals, p.topk))
 
     def _step(
         self,
@@ -375,28 +428,18 @@ class Engine:
         state: State,
         stamp: PassStamp,
     ) -> Step:
-        scored = decision is not None and decision.score is not None
         step = Step(
             request_id=row.request.id,
             choice=row.request.choice,
-            idx=state.idx,
             seq=row.seq,
             round=row.round,
-            draft_pos=state.draft_pos,
             tick=stamp.tick,
             token_id=token,
             token_bytes=self.tokenizer.token_bytes(token),
             tier=tier,
-            action=decision.action if decision else None,
-            reason=decision.reason if decision else None,
-            score=decision.score if decision else None,
-            threshold=row.request.policy.threshold if scored else None,
+            **_decided(row.request.policy, decision),
+            **_state_columns(state),
             signals=None,
-            run_length=state.run_length,
-            ema_acceptance=state.ema_acceptance,
-            draft_limit=state.draft_limit,
-            guard_value=state.guard_value,
-            large_used=state.large_used,
             small_choice=None,
             small_topk=None,
             large_topk=None,
@@ -450,19 +493,50 @@ class Engine:
         stop: str | int | None = None,
         error: str | None = None,
     ) -> None:
-        """The client has its answer; the row may stay one small pass longer so that no step lacks signals."""
+        """Say how the answer ended and release what text was held back."""
         row.timings.finished = self.clock()
         row.finished = out.finished = Finished(reason, row.counts, row.timings, stop, error)
-        row.tier = Tier.SMALL
         out.text.append(row.text.flush())
 
-    def _free(self, row: Row) -> None:
+    def _settle(self, row: Row, tick: Tick) -> None:
+        """Let an answered row go, unless its steps lack signals, or labels where it is audited."""
+        tier = row.afterwards
+        if tier is None:
+            self._let_go(row, tick)
+            return
+        row.tier = tier
+        if tier is Tier.LARGE:
+            # Labels can wait a little for a pass that runs anyway; nobody waits for them.
+            row.ready_since += AUDIT_PATIENCE_S
+
+    def _let_go(self, row: Row, tick: Tick) -> None:
         self.rows.remove(row)
         self.pool.release(row.blocks)
+        tick.settled.append(Settled(row.request.id, row.request.choice, row.audit))
 
 
-def _small_view(p: Proposal) -> dict[str, Any]:
-    return {"signals": p.signals, "small_choice": p.token, "small_topk": p.topk}
+def _decided(policy: Policy, decision: Decision | None) -> dict[str, Any]:
+    """The columns of a decision; null where a token was written without one."""
+    if decision is None:
+        return {"action": None, "reason": None, "score": None, "threshold": None, "propensity": None}
+    propensity = None
+    if policy.probe_rate and decision.reason in (Reason.PROBE, Reason.CONFIDENT):
+        propensity = policy.probe_rate if decision.reason is Reason.PROBE else 1 - policy.probe_rate
+    return {
+        "action": decision.action,
+        "reason": decision.reason,
+        "score": decision.score,
+        "threshold": None if decision.score is None else policy.threshold,
+        "propensity": propensity,
+    }
+
+
+def _state_columns(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in State.__dataclass_fields__}
+
+
+def _small_view(token: int, signals: Signals, topk: TopK) -> dict[str, Any]:
+    return {"signals": signals, "small_choice": token, "small_topk": topk}
 
 
 def _large_view(token: int, proposed: int | None, large: Reading) -> dict[str, Any]:

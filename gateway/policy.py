@@ -29,6 +29,8 @@ class Policy:
 
     score = clip(bias + gap_weight * gap + entropy_weight * entropy + run_weight * run_length / max_small_run
     + acceptance_weight * ema_acceptance, 0, 1). By default it is the gap itself.
+    probe_rate: share of kept decisions deferred at random, so that labels exist where none would be.
+    audit_rate: share of requests whose unverified tokens the large model scores after the answer is sent.
     loop_ngram, loop_limit: a proposal that completes an n-gram (in tokens) the output already holds
     loop_limit times is deferred; loop_limit 0 turns the guard off.
     """
@@ -50,11 +52,13 @@ class Policy:
     acceptance_weight: float = 0.0
     loop_ngram: int = 8
     loop_limit: int = 3
+    probe_rate: float = 0.0
+    audit_rate: float = 0.1
 
     @property
     def verified(self) -> bool:
         """Whether kept tokens wait for the large model before the client sees them."""
-        return self.mode is Mode.ROUTED and self.accept is not Accept.TRUST
+        return self.mode in (Mode.ROUTED, Mode.SHADOW) and self.accept is not Accept.TRUST
 
     @property
     def hash(self) -> str:
@@ -70,6 +74,7 @@ class State:
     draft_pos: tokens already waiting in this round. run_length: consecutive tokens before this one not
     written by the large model, waiting ones included. guard_value: how often the output already holds
     the n-gram that the proposal would complete. large_used: tokens the large model has written.
+    probe_u: the uniform draw that decides whether this position is probed.
     """
 
     idx: int
@@ -79,6 +84,7 @@ class State:
     guard_value: float
     ema_acceptance: float
     large_used: int
+    probe_u: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,8 @@ def decide(policy: Policy, state: State, signals: Signals) -> Decision:
         return Decision(Action.DEFER, Reason.LOOP_GUARD)
     value = score(policy, state, signals)
     if value >= f32(policy.threshold):
+        if policy.probe_rate and state.probe_u is not None and state.probe_u < f32(policy.probe_rate):
+            return Decision(Action.DEFER, Reason.PROBE, value)
         return Decision(Action.KEEP, Reason.CONFIDENT, value)
     return Decision(Action.DEFER, Reason.LOW_CONFIDENCE, value)
 
@@ -159,7 +167,7 @@ class History:
         """Output tokens that stand, without waiting drafts."""
         return len(self.tokens) - self.num_drafts
 
-    def state(self, proposal: int | None, draft_limit: int) -> State:
+    def state(self, proposal: int | None, draft_limit: int, probe_u: float | None = None) -> State:
         """The state in which the next position is decided, given the small model's proposal if known."""
         return State(
             idx=len(self.tokens),
@@ -169,6 +177,7 @@ class History:
             guard_value=float(self._ngrams[self._ngram_with(proposal)]) if proposal is not None else 0.0,
             ema_acceptance=self.ema_acceptance,
             large_used=self.large_used,
+            probe_u=probe_u,
         )
 
     def draft(self, token: int) -> None:
@@ -202,6 +211,22 @@ class History:
             self._push(large_token)
             self.run_length = 0
             self.large_used += 1
+
+    def shadow(self, decision: Decision, proposal: int, written: int) -> None:
+        """Fold what routing would have done where the large model wrote `written` (mode `shadow`).
+
+        A kept proposal that the large model did not write would have been rejected; under `trust` it would
+        have stood, so the run goes on although the text is the large model's.
+        """
+        if decision.action is Action.DEFER:
+            self.resolve(self.num_drafts, written)
+        elif not self.policy.verified:
+            self.keep(written)
+        elif proposal == written:
+            self.draft(written)
+        else:
+            self.draft(proposal)
+            self.resolve(self.num_drafts - 1, written)
 
     def _ngram_with(self, token: int) -> tuple[int, ...]:
         return (*self.tokens[len(self.tokens) - self.policy.loop_ngram + 1 :], token)

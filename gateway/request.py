@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core import Finished, Sampling
+from gateway.core import AuditStatus, Finished, Sampling, Tier
 from gateway.policy import Policy
 
 
@@ -17,6 +17,8 @@ class Request:
 
     prompt_ids: at least one token. policy: resolved, overrides applied. params: the client's own body
     fields, as received, for the tape. num_topk: how many top tokens of each model a step carries (>= 2).
+    audited: whether unverified tokens are shown to the large model after the answer is sent.
+    forced: given output tokens of a fork and the tier that wrote each in its parent.
     """
 
     id: str
@@ -33,6 +35,8 @@ class Request:
     num_topk: int = 5
     parent: str | None = None
     forked_at: int | None = None
+    audited: bool = False
+    forced: tuple[tuple[int, Tier], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +62,4 @@ class Trace:
     request: Request
     served: Served
     finished: Finished | None = None
+    audit: AuditStatus = AuditStatus.NOT_CHOSEN

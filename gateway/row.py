@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from gateway.core import Counts, Delta, Finished, Signals, Step, Tier, Timings, TopK
+from gateway.core import (
+    Action,
+    AuditStatus,
+    Counts,
+    Delta,
+    Finished,
+    Mode,
+    Reason,
+    Signals,
+    Step,
+    Tier,
+    Timings,
+    TopK,
+)
 from gateway.policy import Decision, History, State, decide_early
 from gateway.request import Request
-from gateway.sampling import Ask
+from gateway.sampling import Ask, uniform
 from gateway.text import TextStream
+
+MODE = Decision(Action.DEFER, Reason.MODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +58,10 @@ class Row:
 
     sequence: prompt, output and waiting drafts. seen[tier]: how many of `sequence` the tier's cache holds.
     drafts: kept proposals that wait for verification. deferred: the proposal that ended the round, if the
-    small model had made one. early: a decision taken without a proposal. unsignalled, unlabelled: written
-    steps (consecutive positions) that lack the small model's signals, the large model's view. A finished row
-    stays until its last signals are in.
+    small model had made one. early: a decision taken without a proposal. open: written steps that still lack
+    something, by seq; unsignalled, unlabelled: output position -> seq of those that lack the small model's
+    signals, the large model's view. shadowed: what routing would have done so far (mode `shadow`). A finished
+    row stays until its last signals, and labels where it is audited, are in.
     """
 
     request: Request
@@ -61,8 +77,10 @@ class Row:
     drafts: list[Proposal] = field(default_factory=list)
     deferred: Proposal | None = None
     early: tuple[Decision, State] | None = None
-    unsignalled: deque[Step] = field(default_factory=deque)
-    unlabelled: deque[Step] = field(default_factory=deque)
+    open: dict[int, Step] = field(default_factory=dict)
+    unsignalled: dict[int, int] = field(default_factory=dict)
+    unlabelled: dict[int, int] = field(default_factory=dict)
+    shadowed: History | None = None
     counts: Counts = field(default_factory=Counts)
     seq: int = 0
     round: int = 0
@@ -84,12 +102,14 @@ class Row:
     def draft_limit(self) -> int:
         """Most drafts of this round: the large model always writes one token more, so the last is its own."""
         policy = self.request.policy
-        return min(policy.draft_length, self.num_left - 1) if policy.verified else policy.draft_length
+        return min(policy.draft_length, max(1, self.num_left - 1)) if policy.verified else policy.draft_length
 
     def route(self) -> None:
         """Decide the next position as far as that needs no proposal, and so the tier that runs next."""
+        policy = self.request.policy
         state = self.history.state(None, self.draft_limit)
-        early = decide_early(self.request.policy, state)
+        # In shadow the large model writes everything; what routing would have done is filled in afterwards.
+        early = MODE if policy.mode is Mode.SHADOW else decide_early(policy, state)
         self.early = None if early is None else (early, state)
         self.tier = Tier.SMALL if early is None else Tier.LARGE
 
@@ -104,10 +124,46 @@ class Row:
     def num_wanted(self, tier: Tier, num_tokens: int) -> int:
         """Positions of a feed whose logits are wanted: where a written step lacks something, and the next."""
         lacking = self.unsignalled if tier is Tier.SMALL else self.unlabelled
-        first = lacking[0].idx if lacking else self._next_idx(tier)
+        first = next(iter(lacking)) if lacking else self._next_idx(tier)
         end = self.seen[tier] + num_tokens
         # The logits that decide output position i are those of the token before it.
         return max(0, end - max(self.seen[tier], self.num_prompt - 1 + first))
+
+    def probe_u(self, position: int) -> float | None:
+        """The uniform in [0, 1) that may probe a position; None where the policy does not probe."""
+        if not self.request.policy.probe_rate:
+            return None
+        return uniform(f"probe:{self.request.sampling.seed}:{self.request.choice}:{position}")
+
+    def owe(self, step: Step, *, signals: bool, label: bool) -> None:
+        """Note what a written step still lacks."""
+        if signals:
+            self.unsignalled[step.idx] = step.seq
+        if label:
+            self.unlabelled[step.idx] = step.seq
+        if signals or label:
+            self.open[step.seq] = step
+
+    def restate(self, seq: int, **learnt: Any) -> Step:
+        """The step with what was learnt of it; it is closed once it lacks nothing more."""
+        step = replace(self.open.pop(seq), **learnt)
+        if seq in (self.unsignalled.get(step.idx), self.unlabelled.get(step.idx)):
+            self.open[seq] = step
+        return step
+
+    @property
+    def afterwards(self) -> Tier | None:
+        """The tier a finished row still waits for: signals first, then labels if it is audited."""
+        if self.unsignalled:
+            return Tier.SMALL
+        return Tier.LARGE if self.unlabelled and self.request.audited else None
+
+    @property
+    def audit(self) -> AuditStatus:
+        """How the audit stands if the row is let go now."""
+        if not self.request.audited:
+            return AuditStatus.NOT_CHOSEN
+        return AuditStatus.LOST if self.unlabelled else AuditStatus.COMPLETE
 
     def _next_idx(self, tier: Tier) -> int:
         return self.history.num_written if tier is Tier.LARGE else len(self.history.tokens)

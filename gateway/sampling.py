@@ -165,6 +165,11 @@ def gumbel(seed: int, choice: int, position: int, tokens: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def uniform(counter: str) -> float:
+    """A uniform in [0, 1) with 24 bits, so a float32 holds it; a pure function of `counter`."""
+    return (int.from_bytes(hashlib.blake2b(counter.encode(), digest_size=4).digest(), "little") >> 8) / 2**24
+
+
 def _mix32(h: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finalizer, on the low halves of int64."""
     h = h ^ (h >> 16)

@@ -50,9 +50,13 @@ class Scheduler:
     prefill_chunk: int
 
     def plan(self, rows: Sequence[R], now: float) -> Plan[R] | None:
-        """The next pass, or None when no row is ready."""
+        """The next pass, or None when no row is ready.
+
+        A row whose ready_since lies ahead can wait until then: it runs before only when nobody else is ready.
+        """
+        due = [row for row in rows if row.ready_since <= now] or rows
         ready: dict[Tier, list[R]] = {Tier.SMALL: [], Tier.LARGE: []}
-        for row in sorted(rows, key=lambda row: row.ready_since):
+        for row in sorted(due, key=lambda row: row.ready_since):
             ready[row.tier].append(row)
         tier = self._pick(ready, now)
         return None if tier is None else self._fill(tier, ready[tier])

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from gateway.core import Counts, Delta, Finished, FinishReason, Tick, Timings
+from gateway.core import AuditStatus, Counts, Delta, Finished, FinishReason, Settled, Tick, Timings
 from gateway.engine import Engine
 from gateway.request import Request, Served, Trace
 from gateway.text import Tokenizer
@@ -163,14 +163,15 @@ class Worker:
             self._tell("on_admit", Trace(job.request, self.served))
             self.engine.add(job.request)
         for request_id in cancelled:
-            self._fan_out(self.engine.cancel(request_id))
-            self._settle([key for key in self._jobs if key[0] == request_id])
+            self._publish(self.engine.cancel(request_id))
         if not self.engine.idle:
-            tick = self.engine.tick()
-            self._tell("on_tick", tick)
-            self._fan_out(tick.deltas)
-            self._settle(tick.settled)
+            self._publish(self.engine.tick())
         return True
+
+    def _publish(self, tick: Tick) -> None:
+        self._tell("on_tick", tick)
+        self._fan_out(tick.deltas)
+        self._settle(tick.settled)
 
     def _has_work(self) -> bool:
         return bool(self._inbox or self._cancelled or self._stopping or not self.engine.idle)
@@ -184,7 +185,15 @@ class Worker:
             timings = Timings(received=job.request.received, finished=now)
             done = Finished(FinishReason.ERROR, Counts(), timings, error=error)
             self._fan_out([Delta(job.request.id, job.request.choice, "", (), done)])
-        self._settle([(job.request.id, job.request.choice) for job in jobs])
+        lost = [
+            Settled(
+                job.request.id,
+                job.request.choice,
+                AuditStatus.LOST if job.request.audited else AuditStatus.NOT_CHOSEN,
+            )
+            for job in jobs
+        ]
+        self._settle(lost)
 
     def _fan_out(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -197,16 +206,15 @@ class Worker:
                 log.exception("deliver_failed", request_id=delta.request_id)
                 self.cancel(delta.request_id)
 
-    def _settle(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            job = self._jobs[key]
+    def _settle(self, settled: Sequence[Settled]) -> None:
+        for choice in settled:
+            job = self._jobs[choice.request_id, choice.choice]
             if job.finished is None:
-                raise AssertionError(f"{key} settled without having finished")
-            trace = Trace(job.request, self.served, job.finished)
-            self._tell("on_finish", trace)
+                raise AssertionError(f"{choice.request_id} settled without having finished")
+            self._tell("on_finish", Trace(job.request, self.served, job.finished, choice.audit))
         with self._wake:
-            for key in keys:
-                del self._jobs[key]
+            for choice in settled:
+                del self._jobs[choice.request_id, choice.choice]
             self._wake.notify_all()
 
     def _tell(self, event: str, what: Trace | Tick) -> None:
