@@ -63,8 +63,12 @@ class Reading:
     allowed: bool = False
 
 
+@torch.inference_mode()
 def read(logits: Tensor, asks: Sequence[Ask]) -> list[Reading]:
-    """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place."""
+    """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place.
+
+    In inference mode because the models' logits are inference tensors, which may only be written there.
+    """
     if not asks:
         return []
     for i, ask in enumerate(asks):

@@ -1,0 +1,30 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads: spinning OpenMP threads stall everything else on a small machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tiny_pair import TinyPair
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """The `tiny` preset, built and loaded once: folder, tokenizer, small and large with KV caches.
+
+    Its caches are shared, so only one engine may be busy with it at a time.
+    """
+    # Imported here, so that tests without a model do not pay for torch.
+    import torch
+    from tiny_pair import TinyPair
+
+    torch.set_num_threads(1)
+    return TinyPair.build(tmp_path_factory.mktemp("tiny"))

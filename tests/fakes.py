@@ -1,0 +1,247 @@
+"""Stand-ins for what is slow or random: models with scripted logits, a tokenizer of letters, a clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gateway.cache import BlockPool
+from gateway.core import Delta, Finished, Sampling, Step, Tick
+from gateway.engine import Engine
+from gateway.models import Feed
+from gateway.policy import Policy
+from gateway.request import Request
+from gateway.scheduler import Scheduler
+
+Logits = Callable[[tuple[int, ...]], Sequence[float]]
+"""Next-token logits as a function of the whole context."""
+
+
+@dataclass
+class Clock:
+    """Time that moves only when told to, or by `step` at every look."""
+
+    now: float = 1000.0
+    step: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter; the last id is the end of text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids = frozenset({vocab_size - 1})
+        self.special_ids = self.eos_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<end>" if token_id in self.eos_ids else bytes([ord("a") + token_id])
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        return b"".join(self.token_bytes(i) for i in kept).decode()
+
+
+class ScriptedModel:
+    """A model whose "KV cache" is the tokens themselves, kept by (block, offset).
+
+    The context of each position is read back from that store, so a wrong block, start or roll-back shows as
+    a wrong answer. Reading a position that was never written is an error.
+    """
+
+    def __init__(self, vocab_size: int, logits: Logits, block_size: int = 64) -> None:
+        self.vocab_size = vocab_size
+        self.logits = logits
+        self.block_size = block_size
+        self.store: dict[tuple[int, int], int] = {}
+        self.feeds: list[list[Feed]] = []
+        self.error: Exception | None = None
+
+    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+        self.feeds.append(list(feeds))
+        if self.error is not None:
+            raise self.error
+        out: list[Sequence[float]] = []
+        for feed in feeds:
+            end = feed.start + len(feed.tokens)
+            for position, token in zip(range(feed.start, end), feed.tokens, strict=True):
+                self.store[self._at(feed, position)] = token
+            context = tuple(self.store[self._at(feed, p)] for p in range(end))
+            out += [self.logits(context[: p + 1]) for p in range(end - feed.num_logits, end)]
+        return torch.tensor(out, dtype=torch.float32).reshape(len(out), self.vocab_size)
+
+    def _at(self, feed: Feed, position: int) -> tuple[int, int]:
+        return feed.blocks[position // self.block_size], position % self.block_size
+
+
+def noise_logits(seed: int, vocab_size: int, *, memory: int = 3, scale: float = 2.0) -> Logits:
+    """Random but fixed logits that depend on the last `memory` tokens; the end of text never comes."""
+    known: dict[tuple[int, ...], list[float]] = {}
+
+    def logits(context: tuple[int, ...]) -> list[float]:
+        key = context[-memory:]
+        if key not in known:
+            rng = random.Random(f"{seed}:{key}")
+            known[key] = [scale * rng.gauss(0, 1) for _ in range(vocab_size - 1)] + [-1e9]
+        return known[key]
+
+    return logits
+
+
+def near(logits: Logits, seed: int, amount: float = 1.0) -> Logits:
+    """Logits close to another model's: the same plus fixed noise."""
+    known: dict[tuple[int, ...], list[float]] = {}
+
+    def noisy(context: tuple[int, ...]) -> list[float]:
+        key = context[-4:]
+        if key not in known:
+            rng = random.Random(f"{seed}:{key}")
+            known[key] = [amount * rng.gauss(0, 1) for _ in range(100)]
+        return [a + b for a, b in zip(logits(context), known[key], strict=False)]
+
+    return noisy
+
+
+def spelling(answers: dict[int, Sequence[int]], vocab_size: int, confidence: float = 9.0) -> Logits:
+    """A model that continues a prompt [p] with answers[p], letter by letter, then ends."""
+
+    def logits(context: tuple[int, ...]) -> list[float]:
+        answer, at = answers[context[0]], len(context) - 1
+        token = answer[at] if at < len(answer) else vocab_size - 1
+        return [confidence if i == token else 0.0 for i in range(vocab_size)]
+
+    return logits
+
+
+def fake_engine(
+    small: Logits,
+    large: Logits,
+    *,
+    vocab_size: int = 8,
+    num_blocks: int = 64,
+    block_size: int = 64,
+    max_rows: int = 64,
+    max_model_len: int = 64,
+    large_wait_s: float = 0.0,
+    prefill_chunk: int = 512,
+    clock: Callable[[], float] | None = None,
+    tokenizer: Any = None,
+) -> Engine:
+    """An engine over two scripted models."""
+    return Engine(
+        ScriptedModel(vocab_size, small, block_size),
+        ScriptedModel(vocab_size, large, block_size),
+        tokenizer or Letters(vocab_size),
+        BlockPool(num_blocks, block_size),
+        Scheduler(large_wait_s, prefill_chunk),
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        clock=clock or Clock(step=1e-3),
+    )
+
+
+def ask_for(
+    id: str = "r",
+    prompt: Sequence[int] = (0, 1),
+    *,
+    choice: int = 0,
+    policy: Policy | None = None,
+    max_tokens: int = 16,
+    seed: int = 1,
+    temperature: float = 0.0,
+    num_topk: int = 2,
+    **sampling: Any,
+) -> Request:
+    """A request; greedy and without a protected prefix unless told otherwise."""
+    return Request(
+        id=id,
+        choice=choice,
+        prompt_ids=tuple(prompt),
+        sampling=Sampling(max_tokens=max_tokens, seed=seed, temperature=temperature, **sampling),
+        policy=policy or Policy(protect_first=0),
+        policy_name="stable",
+        received=1000.0,
+        num_topk=num_topk,
+    )
+
+
+@dataclass
+class Answer:
+    """What one choice's client and tape got."""
+
+    text: str = ""
+    written: list[Step] = field(default_factory=list)
+    rows: dict[int, Step] = field(default_factory=dict)
+    finished: Finished | None = None
+    settled: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [step.token_id for step in self.written]
+
+    @property
+    def tape(self) -> list[Step]:
+        """All rows in seq order, in their last restated form."""
+        return [self.rows[seq] for seq in sorted(self.rows)]
+
+    def take(self, delta: Delta) -> None:
+        assert self.finished is None, "a delta after the last one"
+        self.text += delta.text
+        self.written += delta.steps
+        self.finished = delta.finished
+
+
+class Gathered(dict[tuple[str, int], Answer]):
+    """Answers by (request id, choice), gathered from ticks."""
+
+    def __missing__(self, key: tuple[str, int]) -> Answer:
+        self[key] = Answer()
+        return self[key]
+
+    def take(self, tick: Tick) -> None:
+        for step in tick.steps:
+            answer = self[step.request_id, step.choice]
+            assert step.seq not in answer.rows, "a row was written twice"
+            answer.rows[step.seq] = step
+        for step in tick.restated:
+            answer = self[step.request_id, step.choice]
+            was = answer.rows[step.seq]
+            same = ("token_id", "idx", "outcome", "tier", "action", "reason", "round", "draft_pos")
+            assert [getattr(step, f) for f in same] == [getattr(was, f) for f in same]
+            answer.rows[step.seq] = step
+        for delta in tick.deltas:
+            self[delta.request_id, delta.choice].take(delta)
+        for key in tick.settled:
+            self[key].settled = True
+
+
+def decode(engine: Engine, requests: Iterable[Request], max_ticks: int = 5000) -> Gathered:
+    """Run requests to their end, together; the engine must be idle and its pool whole afterwards."""
+    got = Gathered()
+    for request in requests:
+        engine.check(request)
+        engine.add(request)
+    for _ in range(max_ticks):
+        if engine.idle:
+            break
+        got.take(engine.tick())
+    assert engine.idle, "the engine did not finish"
+    assert engine.pool.num_free == engine.pool.num_blocks, "KV blocks leaked"
+    return got
+
+
+def decode_one(engine: Engine, request: Request) -> Answer:
+    """Run one request alone."""
+    return decode(engine, [request])[request.id, request.choice]
+
+
+def with_policy(request: Request, **changes: Any) -> Request:
+    """The request under a changed policy."""
+    return replace(request, policy=replace(request.policy, **changes))
