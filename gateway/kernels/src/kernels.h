@@ -1,0 +1,94 @@
+// What the operators (ops.cpp) and the kernels (step.cpp, compiled once per instruction set) share.
+// Plain data only: a std:: template instantiated here could be emitted with AVX-512 in one object and
+// be picked by the linker for a machine that has none.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace tokentape {
+
+constexpr int64_t kGroup = 128;  // weights and activations share one scale per 128 inputs
+constexpr int64_t kBlock = 16;   // outputs interleaved in one packed block
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kItem = 64;    // outputs of one unit of work; N is padded to it
+
+// y = x W^T + bias with int8 weights. weight: [N/16, K/4, 16, 4] bytes, each w + 128 (the unsigned side
+// of the dot-product instructions); scale: [N/16, K/128, 16] bfloat16; N and K are padded with zeros.
+struct Linear {
+  const uint8_t* weight = nullptr;
+  const uint16_t* scale = nullptr;
+  const float* bias = nullptr;
+  int64_t n = 0, k = 0, groups = 0;
+};
+
+// Activations quantized per row and group. q: [rows, groups * 128]; scale, sum: [groups, padded],
+// sum = -128 * (sum of q), which takes the weights' offset out of the dot product again.
+struct Activations {
+  int8_t* q;
+  float* scale;
+  int32_t* sum;
+  int64_t rows, padded, groups;
+};
+
+struct Layer {
+  const float *input_norm, *q_norm, *k_norm, *post_norm;  // q_norm and k_norm may be null
+  Linear qkv, o, gate_up, down;
+};
+
+enum class Activation : int64_t { silu = 0, gelu_tanh = 1 };
+enum class Dtype : int64_t { f32 = 0, bf16 = 1 };
+
+struct Model {
+  int64_t hidden, intermediate, heads, kv_heads, head_dim, rope_dim, max_position, vocab, num_layers;
+  float eps, attention_scale, embed_scale;
+  Activation activation;
+  const void* embed;  // [vocab, hidden]
+  Dtype embed_dtype;
+  const float *cos, *sin, *final_norm;  // [max_position, rope_dim / 2], [hidden]
+  const Layer* layers;
+  Linear head;
+};
+
+// One ragged pass. Token t belongs to a row of the block table, sits at `positions[t]` there and sees
+// the keys 0..positions[t]. Caches: [blocks, kv_heads, block_size, head_dim], one pair a layer.
+struct Pass {
+  int64_t num_tokens, num_wanted, block_size, blocks_per_row;
+  const int64_t *tokens, *positions, *rows, *block_table, *wanted;
+  void *const *k_cache, *const *v_cache;
+  Dtype kv_dtype;
+  float *logits, *attn_entropy;  // [wanted, vocab], [wanted]
+};
+
+struct Scratch {
+  float *h, *wide, *narrow, *scores, *entropy;  // entropy: [tokens, heads] of the last layer
+  int64_t scores_per_thread;
+  Activations x;
+};
+
+// The threads of one pass: `take` hands out units of work, `wait` is the barrier that ends a phase.
+struct Team {
+  int threads = 1;
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<int> phase{0};
+  alignas(64) std::atomic<int64_t> next{0};
+  int64_t take();
+  void wait();
+};
+
+// One instruction set's kernels; each function is called by every thread of the team.
+struct Kernels {
+  void (*enter)(bool amx);
+  void (*leave)(bool amx);
+  void (*pack)(Team&, const void* weight, Dtype, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale);
+  void (*linear)(Team&, const Linear&, const float* x, Activations, float* y, bool amx);
+  void (*attention)(Team&, int thread, const Model&, const Pass&, int64_t layer, const float* q,
+                    int64_t q_stride, float* out, float* entropy, Scratch&);
+  void (*forward)(Team&, int thread, const Model&, const Pass&, Scratch&, bool amx);
+  double (*peak)(bool amx, int64_t repeats);  // multiply-adds done, for timing
+};
+
+namespace portable { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+
+}  // namespace tokentape
