@@ -6,7 +6,6 @@ Every map is monotone and stated here once: evidence, simulations and annotation
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 CLIP = 0.25
@@ -57,17 +56,6 @@ def agreement_loss(agreement: float) -> float:
 def logp_loss(mean_logp: float) -> float:
     """min(-log p, 2) / 2 of the mean log probability, in nats, that the large model gives the output."""
     return min(max(-mean_logp, 0.0), 2.0) / 2.0
-
-
-def excess_loss(logp: float, top_logprobs: Iterable[float]) -> float:
-    """min(-log p(x) - H(p), 3) / 3 of one sampled token, at least 0.
-
-    H is taken over the recorded top tokens, the rest of the mass counting as one token.
-    """
-    top = list(top_logprobs)
-    rest = max(0.0, 1.0 - sum(math.exp(value) for value in top))
-    entropy = -sum(math.exp(value) * value for value in top) - (rest * math.log(rest) if rest > 1e-12 else 0)
-    return min(max(-logp - entropy, 0.0), 3.0) / 3.0
 
 
 def rate_loss(rate: float, worst: float = 1.0) -> float:

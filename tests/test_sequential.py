@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alerts.evidence import DRIFT_LIMIT, Comparison, Evidence
-from alerts.losses import BY_NAME, METRICS, SCORES_WEIGHT, agreement_loss, excess_loss, to_loss
+from alerts.losses import BY_NAME, METRICS, SCORES_WEIGHT, agreement_loss, to_loss
 from alerts.sequential import STAKES, Blocks, ECusum, EProcess, units_until
 
 MARGIN, ALPHA = 0.04, 0.05
@@ -83,6 +83,7 @@ def share(first: np.ndarray) -> float:
 # --- closed form ---
 
 
+@settings(max_examples=50, deadline=None)
 @given(differences, st.floats(0, 0.3))
 def test_wealth_is_the_mean_over_stakes_of_the_product_of_bets(ds: list[float], margin: float) -> None:
     harm, passing = EProcess("harm", margin), EProcess("pass", margin)
@@ -95,6 +96,7 @@ def test_wealth_is_the_mean_over_stakes_of_the_product_of_bets(ds: list[float], 
     assert passing.value == pytest.approx(expected_pass, rel=1e-9)
 
 
+@settings(max_examples=50, deadline=None)
 @given(differences)
 def test_cusum_follows_its_recursion(ds: list[float]) -> None:
     cusum, s = ECusum(MARGIN), 1.0
@@ -104,6 +106,7 @@ def test_cusum_follows_its_recursion(ds: list[float]) -> None:
     assert cusum.value == pytest.approx(s, rel=1e-9)
 
 
+@settings(max_examples=50, deadline=None)
 @given(differences)
 def test_wealth_is_never_negative_nor_ruined(ds: list[float]) -> None:
     for side in ("harm", "pass"):
@@ -113,7 +116,7 @@ def test_wealth_is_never_negative_nor_ruined(ds: list[float]) -> None:
         assert process.value > 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(differences, differences)
 def test_state_survives_a_round_trip_through_json(before: list[float], after: list[float]) -> None:
     for process in (EProcess("harm", MARGIN), EProcess("pass", MARGIN), ECusum(MARGIN)):
@@ -166,6 +169,7 @@ def test_importing_the_statistics_loads_neither_engine_nor_server_nor_database()
 # --- blocks ---
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), max_size=60), st.randoms())
 def test_blocks_depend_on_admission_only_and_lose_nothing(arms: list[bool], random) -> None:
     blocks = Blocks()
@@ -238,16 +242,6 @@ def test_losses_are_bounded_monotone_and_weights_add_up() -> None:
         assert high is not None
         assert 0 <= low < high <= 1, name
         assert to_loss(name, None, 100.0) is None
-
-
-def test_excess_is_zero_in_the_mean_for_the_large_models_own_samples() -> None:
-    p = [0.5, 0.3, 0.2]
-    mean_surprise = sum(q * -math.log(q) for q in p)
-    assert excess_loss(-mean_surprise, [math.log(q) for q in p]) == pytest.approx(0.0, abs=1e-12)
-    assert excess_loss(math.log(0.2), [math.log(q) for q in p]) == pytest.approx(
-        (-math.log(0.2) - mean_surprise) / 3
-    )
-    assert excess_loss(-50.0, [math.log(q) for q in p]) == 1.0
 
 
 # --- simulations: 2,000 runs of 3,000 looks, looked at after every one ---
