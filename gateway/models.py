@@ -78,6 +78,11 @@ class CausalLM:
         """Make the KV cache; call once before `forward`."""
         self.cache = KVCache(self.cache_shape, num_blocks, block_size, self.device)
 
+    def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
+        """Copy keys and values of the first `length` positions from one row's blocks to another's."""
+        if self.cache is not None:
+            self.cache.copy(source, target, length)
+
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Logits float32 [sum of num_logits, vocab_size], in the order of feeds and positions."""
@@ -176,6 +181,9 @@ def _take_layer(hf_layer: Any) -> Layer:
     """The layer's weights, fused; the originals are let go so that memory holds one copy."""
     attn, mlp = hf_layer.self_attn, hf_layer.mlp
     projections = (attn.q_proj, attn.k_proj, attn.v_proj)
+    for left_out in (attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if left_out.bias is not None:
+            raise ValueError("models with a bias on the attention output or the MLP are not supported")
     biases = [p.bias for p in projections if p.bias is not None]
     layer = Layer(
         input_norm=hf_layer.input_layernorm.weight.detach(),

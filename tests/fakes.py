@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gateway.cache import BlockPool
-from gateway.core import Delta, Finished, Sampling, Step, Tick
+from gateway.core import AuditStatus, Delta, Finished, Sampling, Step, Tick
 from gateway.engine import Engine
 from gateway.models import Feed
 from gateway.policy import Policy
@@ -180,7 +180,8 @@ class Answer:
     written: list[Step] = field(default_factory=list)
     rows: dict[int, Step] = field(default_factory=dict)
     finished: Finished | None = None
-    settled: bool = False
+    audit: AuditStatus | None = None
+    """How it settled; None while it has not."""
 
     @property
     def tokens(self) -> list[int]:
@@ -213,13 +214,16 @@ class Gathered(dict[tuple[str, int], Answer]):
         for step in tick.restated:
             answer = self[step.request_id, step.choice]
             was = answer.rows[step.seq]
-            same = ("token_id", "idx", "outcome", "tier", "action", "reason", "round", "draft_pos")
+            same = ("token_id", "idx", "outcome", "tier", "round")
             assert [getattr(step, f) for f in same] == [getattr(was, f) for f in same]
             answer.rows[step.seq] = step
         for delta in tick.deltas:
             self[delta.request_id, delta.choice].take(delta)
-        for key in tick.settled:
-            self[key].settled = True
+        for choice in tick.settled:
+            answer = self[choice.request_id, choice.choice]
+            assert answer.finished is not None, "settled before its end"
+            assert answer.audit is None, "settled twice"
+            answer.audit = choice.audit
 
 
 def decode(engine: Engine, requests: Iterable[Request], max_ticks: int = 5000) -> Gathered:
