@@ -1,0 +1,116 @@
+"""From the engine's deltas to the words of the response: texts, logprobs, usage and routing."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from gateway.core import Counts, Step
+from gateway.request import Request
+from gateway.text import Tokenizer
+from gateway.wire_out import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    RoutingReport,
+    TokenLogprob,
+    Usage,
+    routing_report,
+)
+
+NEVER = -9999.0
+"""OpenAI's logprob of a token that is not among the likeliest."""
+
+
+def usage(requests: Sequence[Request], n: int, completion_tokens: int) -> Usage:
+    """Each prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(request.prompt_ids) for request in requests[::n])
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def routing(request: Request, counts: Iterable[Counts]) -> RoutingReport:
+    """The counts of one or several choices of a request, added up."""
+    total = Counts()
+    for one in counts:
+        for field in fields(Counts):
+            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+    return routing_report(request.policy_name, request.policy.hash, request.arm, total)
+
+
+class LogprobsWriter:
+    """One choice's logprobs, token by token, from the steps that wrote it.
+
+    Logprobs are those of A at temperature 1: the large model's, or the small one's for a token that the
+    large model has not seen. Offsets count characters of the text before the token's first byte.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, num_top: int, skip_special_tokens: bool, offset: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = offset
+
+    def completion(self, steps: Iterable[Step]) -> CompletionLogprobs:
+        """Completions' form."""
+        out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        for step in steps:
+            logprob, top = step_logprobs(step, self._num_top)
+            out.tokens.append(self._name(step.token_id))
+            out.token_logprobs.append(logprob)
+            out.top_logprobs.append({self._name(token): value for token, value in top})
+            out.text_offset.append(self._offset)
+            if step.token_id not in self._skipped:
+                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(step.token_id)))
+        return out
+
+    def chat(self, steps: Iterable[Step]) -> ChatLogprobs:
+        """Chat completions' form."""
+        content = []
+        for step in steps:
+            logprob, top = step_logprobs(step, self._num_top)
+            content.append(
+                ChatTokenLogprob(
+                    token=self._name(step.token_id),
+                    logprob=logprob,
+                    bytes=list(self._tokenizer.token_bytes(step.token_id)),
+                    top_logprobs=[
+                        TokenLogprob(
+                            token=self._name(token),
+                            logprob=value,
+                            bytes=list(self._tokenizer.token_bytes(token)),
+                        )
+                        for token, value in top
+                    ],
+                )
+            )
+        return ChatLogprobs(content=content)
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self._tokenizer.token_bytes(token_id))
+
+
+def token_name(raw: bytes) -> str:
+    """A token's text; OpenAI's `bytes:\\xe4` form for one that is not whole UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def step_logprobs(step: Step, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """The logprob of the step's token and the num_top likeliest (id, logprob), in nats."""
+    topk = step.large_topk or step.small_topk
+    pairs = list(zip(topk.ids, topk.logprobs, strict=True)) if topk is not None else []
+    logprob = dict(pairs).get(step.token_id)
+    if logprob is None:
+        logprob = math.log(step.p_large) if step.p_large else NEVER
+    return max(logprob, NEVER), [(token, max(value, NEVER)) for token, value in pairs[:num_top]]

@@ -1,0 +1,25 @@
+"""Reading a JSON body."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from litestar import Request
+
+from gateway.api.errors import ApiError
+from gateway.wire import Body, decode
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request[Any, Any, Any], kind: type[B]) -> B:
+    """The body as a struct; ApiError 415 for another content type, BodyError for a bad field."""
+    given = request.headers.get("content-type", "application/json")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            415,
+            f"The body must be sent as application/json, not {given[:100]}",
+            param="content-type",
+            code="unsupported_content_type",
+        )
+    return decode(await request.body(), kind)

@@ -1,0 +1,43 @@
+"""All routes as one ASGI application over a Service."""
+
+from __future__ import annotations
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.types import ASGIApp
+
+from gateway.api import inference, models, operations, replays, traces
+from gateway.api.errors import on_exception
+from gateway.api.front import Front
+from gateway.api.service import Service
+
+HANDLERS = (
+    inference.completions,
+    inference.chat_completions,
+    models.list_models,
+    models.get_model,
+    models.tokenize,
+    models.detokenize,
+    operations.health,
+    operations.ready,
+    operations.metrics,
+    traces.list_traces,
+    traces.get_trace,
+    traces.get_steps,
+    replays.replay_all,
+    replays.replay_one,
+)
+
+
+def build_http(service: Service) -> ASGIApp:
+    """The gateway's HTTP application."""
+    app = Litestar(
+        route_handlers=HANDLERS,
+        exception_handlers={Exception: on_exception},
+        state=State({"service": service}),
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=int(service.config.server.max_body_mib * 2**20),
+        debug=False,
+    )
+    return Front(app, service)

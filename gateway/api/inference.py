@@ -1,0 +1,152 @@
+"""POST /v1/completions and POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import structlog
+from litestar import Request, Response, post
+
+from gateway.api.bodies import read_body
+from gateway.api.chat import ChatForm
+from gateway.api.completion import CompletionForm
+from gateway.api.errors import ApiError, as_api_error
+from gateway.api.form import Form
+from gateway.api.live import Cancelled, Failed, Live, TooLate
+from gateway.api.plan import Origin, plan_chat, plan_completion
+from gateway.api.service import Service, clash, service_of
+from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
+from gateway.wire import ChatRequest, CompletionRequest, DecodingRequest
+
+log = structlog.get_logger("gateway")
+
+HttpRequest = Request[Any, Any, Any]
+
+
+@post("/v1/completions", status_code=200)
+async def completions(request: HttpRequest) -> Response[bytes]:
+    """Complete one or several prompts."""
+    service = service_of(request.app.state)
+    body = await read_body(request, CompletionRequest)
+    engine = service.engine_or_503()
+    service.check_model(body.model)
+    origin = await _origin(request, service, "cmpl", "/v1/completions")
+    requests = plan_completion(
+        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine)
+    )
+    form = CompletionForm(body, requests, engine.tokenizer, int(origin.received))
+    return await _serve(request, service, Live(engine, requests), form, body)
+
+
+@post("/v1/chat/completions", status_code=200)
+async def chat_completions(request: HttpRequest) -> Response[bytes]:
+    """Answer a chat."""
+    service = service_of(request.app.state)
+    body = await read_body(request, ChatRequest)
+    engine = service.engine_or_503()
+    service.check_model(body.model)
+    origin = await _origin(request, service, "chatcmpl", "/v1/chat/completions")
+    requests = plan_chat(
+        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine)
+    )
+    form = ChatForm(body, requests, engine.tokenizer, int(origin.received))
+    return await _serve(request, service, Live(engine, requests), form, body)
+
+
+async def _origin(request: HttpRequest, service: Service, prefix: str, endpoint: str) -> Origin:
+    """The trace id: the client's own if it sent one (409 on a clash), else a fresh one."""
+    received = service.clock()
+    given = request.scope["state"].get("client_request_id")
+    if given is None:
+        trace_id = service.new_id(prefix)
+    else:
+        trace_id = given
+        if await asyncio.to_thread(service.id_is_taken, trace_id):
+            raise clash(trace_id)
+    request.scope["state"]["request_id"] = trace_id
+    return Origin(id=trace_id, endpoint=endpoint, received=received)
+
+
+async def _serve(
+    request: HttpRequest, service: Service, live: Live, form: Form, body: DecodingRequest
+) -> Response[bytes]:
+    access = request.scope["state"].setdefault("access", {})
+    service.start(live)
+    if body.stream:
+        return EventStream(_events(service, live, form, access), service.config.server.send_timeout_s)
+    try:
+        answer = await _whole(request, service, live, form)
+    finally:
+        service.end(live)
+        access.update(form.summary())
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _whole(request: HttpRequest, service: Service, live: Live, form: Form) -> Any:
+    """The answer once every choice has ended; a client who leaves earlier frees the slots."""
+    server = service.config.server
+
+    async def collect() -> None:
+        async for delta in live.deltas(server.keepalive_s, server.request_timeout_s):
+            if delta is not None:
+                form.add(delta)
+
+    collecting = asyncio.create_task(collect())
+    leaving = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            raise ApiError(499, "The client closed the connection", code="client_closed_request")
+        collecting.result()
+        return form.whole()
+    except (Failed, Cancelled, TooLate) as error:
+        raise _ended_early(error, service) from None
+    finally:
+        for task in (collecting, leaving):
+            task.cancel()
+        await asyncio.gather(collecting, leaving, return_exceptions=True)
+
+
+async def _events(
+    service: Service, live: Live, form: Form, access: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    """Chunks as they come; whatever fails becomes an error event, never a silent cut."""
+    server = service.config.server
+    try:
+        for chunk in form.opening():
+            yield event(chunk)
+        async for delta in live.deltas(server.keepalive_s, server.request_timeout_s):
+            if delta is None:
+                yield KEEP_ALIVE
+                continue
+            form.add(delta)
+            for chunk in form.chunks(delta):
+                yield event(chunk)
+        for chunk in form.closing():
+            yield event(chunk)
+        yield DONE
+    except (Failed, Cancelled, TooLate) as error:
+        yield event(_ended_early(error, service).envelope)
+    except Exception as error:
+        log.exception("stream_failed", request_id=live.id)
+        yield event(as_api_error(error).envelope)
+    finally:
+        service.end(live)
+        access.update(form.summary())
+
+
+def _ended_early(error: Failed | Cancelled | TooLate, service: Service) -> ApiError:
+    if isinstance(error, TooLate):
+        seconds = service.config.server.request_timeout_s
+        return ApiError(504, f"The answer was not complete after {seconds:g} s", code="deadline_exceeded")
+    if isinstance(error, Cancelled):
+        return ApiError(
+            503,
+            "The gateway ended this request: it is shutting down",
+            code="aborted",
+            headers={"retry-after": "5"},
+        )
+    return ApiError(500, f"The engine failed on this request: {error}", code="engine_error")

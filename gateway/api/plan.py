@@ -1,0 +1,317 @@
+"""From a checked body to engine requests: prompts to token ids, defaults, limits, and the policy."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.core import Sampling
+from gateway.policy import Policy
+from gateway.request import Request
+from gateway.routing import PolicyConflict, Routing, overlay
+from gateway.text import ChatTemplateError, Tokenizer
+from gateway.wire import (
+    BodyError,
+    ChatRequest,
+    CompletionRequest,
+    DecodingRequest,
+    Message,
+    fields,
+)
+
+COMPLETION_MAX_TOKENS = 16
+"""Completions' default max_tokens (contract: HTTP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_model_len: prompt plus answer in tokens. max_choices: prompts times n."""
+
+    max_model_len: int
+    max_choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The policy in force for one request, before its own `routing` keys."""
+
+    name: str
+    policy_name: str
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a body came from: trace id, path, and when it arrived in Unix seconds."""
+
+    id: str
+    endpoint: str
+    received: float
+
+
+def plan_completion(
+    body: CompletionRequest,
+    origin: Origin,
+    arm: Arm,
+    policies: Mapping[str, Policy],
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> tuple[Request, ...]:
+    """One Request a choice, choice = prompt_index * n + i; raises BodyError naming the field."""
+    if body.suffix is not None:
+        raise BodyError("suffix: inserting before a suffix is not supported", "suffix", "unsupported_value")
+    if body.prompt_logprobs is not None:
+        raise BodyError("prompt_logprobs is not supported", "prompt_logprobs", "unsupported_value")
+    if body.echo and body.logprobs is not None:
+        raise BodyError("echo: logprobs of an echoed prompt are not supported", "echo", "unsupported_value")
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise BodyError(f"best_of: only best_of = n ({n}) is supported", "best_of", "unsupported_value")
+    prompts = _prompts(body.prompt, tokenizer)
+    max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
+    return _requests(body, body.logprobs, prompts, max_tokens, origin, arm, policies, tokenizer, limits)
+
+
+def plan_chat(
+    body: ChatRequest,
+    origin: Origin,
+    arm: Arm,
+    policies: Mapping[str, Policy],
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> tuple[Request, ...]:
+    """One Request a choice of a chat; without max_tokens the answer may fill the model's context."""
+    if body.prompt_logprobs is not None:
+        raise BodyError("prompt_logprobs is not supported", "prompt_logprobs", "unsupported_value")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BodyError("top_logprobs needs logprobs = true", "top_logprobs", "invalid_value")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise BodyError(
+            "max_completion_tokens: differs from max_tokens", "max_completion_tokens", "invalid_value"
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BodyError(
+            "continue_final_message excludes add_generation_prompt", "continue_final_message", "invalid_value"
+        )
+    try:
+        prompt = tokenizer.chat(
+            [_template_message(message, i) for i, message in enumerate(body.messages)],
+            add_generation_prompt=(
+                not body.continue_final_message
+                if body.add_generation_prompt is None
+                else body.add_generation_prompt
+            ),
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise BodyError(f"messages: {error}", "messages", "invalid_value") from None
+    except ValueError as error:
+        raise BodyError(f"messages: {error}", "messages", "invalid_value") from None
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, limits.max_model_len - len(prompt))
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _requests(body, top, [prompt], max_tokens, origin, arm, policies, tokenizer, limits)
+
+
+def _requests(
+    body: DecodingRequest,
+    num_logprobs: int | None,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    origin: Origin,
+    arm: Arm,
+    policies: Mapping[str, Policy],
+    tokenizer: Tokenizer,
+    limits: Limits,
+) -> tuple[Request, ...]:
+    n = body.n or 1
+    if n * len(prompts) > limits.max_choices:
+        field = "n" if n > 1 else "prompt"
+        raise BodyError(
+            f"{field}: {len(prompts)} prompts times n = {n} is more than {limits.max_choices} choices", field
+        )
+    if body.stream_options is not None and not body.stream:
+        raise BodyError("stream_options needs stream = true", "stream_options", "invalid_value")
+    for prompt in prompts:
+        _check_length(len(prompt), max_tokens, limits.max_model_len, _prompt_field(body))
+    sampling = _sampling(body, max_tokens, tokenizer)
+    policy_name, policy = _policy(body.routing, arm, policies)
+    params = fields(body)
+    return tuple(
+        Request(
+            id=origin.id,
+            choice=index * n + i,
+            prompt_ids=tuple(prompt),
+            sampling=sampling,
+            policy=policy,
+            policy_name=policy_name,
+            received=origin.received,
+            arm=arm.name,
+            endpoint=origin.endpoint,
+            model=body.model,
+            params=params,
+            num_topk=max(5, num_logprobs or 0),
+            audited=_audited(origin.id, policy.audit_rate),
+        )
+        for index, prompt in enumerate(prompts)
+        for i in range(n)
+    )
+
+
+def _sampling(body: DecodingRequest, max_tokens: int, tokenizer: Tokenizer) -> Sampling:
+    bias = tuple(sorted((int(token), value) for token, value in (body.logit_bias or {}).items()))
+    for token, _ in bias:
+        _check_token(token, tokenizer, "logit_bias")
+    for token in body.stop_token_ids or ():
+        _check_token(token, tokenizer, "stop_token_ids")
+    stop = body.stop if body.stop is not None else []
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BodyError(f"min_tokens: {min_tokens} is more than max_tokens = {max_tokens}", "min_tokens")
+    return Sampling(
+        max_tokens=max_tokens,
+        seed=body.seed if body.seed is not None else secrets.randbits(63),
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_or(body.top_p, 1.0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _policy(routing: Routing | None, arm: Arm, policies: Mapping[str, Policy]) -> tuple[str, Policy]:
+    if routing is None:
+        return arm.policy_name, arm.policy
+    name, policy = arm.policy_name, arm.policy
+    if routing.policy is not None:
+        if routing.policy not in policies:
+            known = ", ".join(sorted(policies))
+            raise BodyError(
+                f"routing.policy: no policy of this name; there are: {known}",
+                "routing.policy",
+                "invalid_value",
+            )
+        name, policy = routing.policy, policies[routing.policy]
+    try:
+        return name, overlay(policy, routing)
+    except PolicyConflict as error:
+        param = f"routing.{error.key}"
+        raise BodyError(f"routing.{error}", param, "invalid_value") from None
+
+
+def _audited(request_id: str, rate: float) -> bool:
+    """Whether a request is audited: by hash, so that it is settled before anything is known of its answer."""
+    digest = hashlib.sha256(f"audit:{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < rate * 2**64
+
+
+def _prompts(prompt: str | Sequence[str | int | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer)]
+    if all(isinstance(item, int) for item in prompt):
+        return [_checked(prompt, tokenizer)]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise BodyError("prompt: strings, token ids and lists must not be mixed", "prompt", "invalid_value")
+    return [
+        _encode(item, tokenizer) if isinstance(item, str) else _checked(item, tokenizer)
+        for item in prompt
+        if not isinstance(item, int)
+    ]
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise BodyError(f"prompt: {error}", "prompt", "invalid_value") from None
+
+
+def _checked(ids: Sequence[Any], tokenizer: Tokenizer) -> list[int]:
+    for token in ids:
+        _check_token(token, tokenizer, "prompt")
+    return list(ids)
+
+
+def _check_token(token: int, tokenizer: Tokenizer, field: str) -> None:
+    if token >= tokenizer.vocab_size:
+        raise BodyError(
+            f"{field}: token id {token} is not in the vocabulary of {tokenizer.vocab_size} tokens",
+            field,
+            "invalid_value",
+        )
+
+
+def _check_length(num_prompt: int, max_tokens: int, max_model_len: int, field: str) -> None:
+    if num_prompt == 0:
+        raise BodyError(f"{field}: the prompt holds no token", field, "invalid_value")
+    if num_prompt + max_tokens > max_model_len:
+        raise BodyError(
+            f"{field}: {num_prompt} prompt tokens and up to {max_tokens} output tokens are more than the "
+            f"model's {max_model_len}",
+            field,
+            "context_length_exceeded",
+        )
+
+
+def _prompt_field(body: DecodingRequest) -> str:
+    return "messages" if isinstance(body, ChatRequest) else "prompt"
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as chat templates take it: parts joined, `developer` as `system`, arguments as objects."""
+    values: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content
+        if isinstance(message.content, str)
+        else "".join(part.text for part in message.content or ()),
+    }
+    if message.content is None and not message.tool_calls:
+        raise BodyError(
+            f"messages[{index}].content: missing", f"messages[{index}].content", "missing_required_parameter"
+        )
+    if message.name is not None:
+        values["name"] = message.name
+    if message.tool_call_id is not None:
+        values["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        values["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, index),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return values
+
+
+def _arguments(text: str, index: int) -> Any:
+    param = f"messages[{index}].tool_calls"
+    try:
+        return msgspec.json.decode(text.encode())
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise BodyError(f"{param}: arguments are not JSON: {error}", param, "invalid_value") from None
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

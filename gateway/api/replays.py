@@ -1,0 +1,33 @@
+"""Whether recorded decisions replay: of one trace, or of the whole tape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from litestar import Request, Response, get
+
+from gateway.api.errors import ApiError
+from gateway.api.models import as_json
+from gateway.api.service import service_of
+from gateway.api.traces import reader_of
+from gateway.replay_report import replay_tape, replay_trace
+
+HttpRequest = Request[Any, Any, Any]
+
+
+@get("/v1/replay")
+async def replay_all(request: HttpRequest) -> Response[bytes]:
+    """Recompute every decision on the tape."""
+    reader = reader_of(service_of(request.app.state))
+    return as_json(await asyncio.to_thread(replay_tape, reader))
+
+
+@get("/v1/traces/{trace_id:str}/replay")
+async def replay_one(request: HttpRequest, trace_id: str) -> Response[bytes]:
+    """Recompute every decision of one trace."""
+    reader = reader_of(service_of(request.app.state))
+    report = await asyncio.to_thread(replay_trace, reader, trace_id)
+    if report is None:
+        raise ApiError(404, f"There is no trace {trace_id[:200]!r}", param="id", code="trace_not_found")
+    return as_json(report)

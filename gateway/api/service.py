@@ -1,0 +1,125 @@
+"""What every handler shares: the engine, the tape, the policies, and who is being served right now."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.api.errors import ApiError
+from gateway.api.live import Engine, Live
+from gateway.api.plan import Arm, Limits
+from gateway.config import Config
+from gateway.metrics import Metrics
+from gateway.policy import Policy
+from gateway.worker import QueueFull
+from logs.recorder import Recorder
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+REMEMBERED_IDS = 10_000
+"""Ids of ended requests kept in memory, so that a clash is seen before the tape has them."""
+
+
+@dataclass(slots=True)
+class Service:
+    """One gateway's state. engine is None until the models are loaded; recorder is None without a tape."""
+
+    config: Config
+    metrics: Metrics
+    model_name: str
+    recorder: Recorder | None = None
+    engine: Engine | None = None
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    running: dict[str, Live] = field(default_factory=dict)
+    clock: Callable[[], float] = time.time
+    policies: dict[str, Policy] = field(init=False)
+    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.policies = self.config.policies
+
+    @property
+    def ready(self) -> bool:
+        """Models loaded and the queue open."""
+        return self.engine is not None and self.engine.ready and not self.draining
+
+    def arm(self) -> Arm:
+        """The arm and policy of a new request, before its own routing keys."""
+        return Arm(name="stable", policy_name="stable", policy=self.policies["stable"])
+
+    def engine_or_503(self) -> Engine:
+        """The engine, or ApiError 503 while the models load or the gateway drains."""
+        if self.engine is None or self.draining:
+            why = "shutting down" if self.draining else "loading its models"
+            raise ApiError(503, f"The gateway is {why}", code="not_ready", headers={"retry-after": "5"})
+        return self.engine
+
+    def limits(self, engine: Engine) -> Limits:
+        """What one request may ask for."""
+        return Limits(max_model_len=engine.max_model_len, max_choices=self.config.server.max_choices)
+
+    def check_model(self, model: str) -> None:
+        """ApiError 404 for a model that is not served."""
+        if model != self.model_name:
+            raise ApiError(
+                404,
+                f"The model {model!r} is not served here; {self.model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    def new_id(self, prefix: str) -> str:
+        """A fresh trace id."""
+        return f"{prefix}-{secrets.token_hex(12)}"
+
+    def id_is_taken(self, request_id: str) -> bool:
+        """Whether a trace of this id exists; may read the tape, so call it in a thread."""
+        if request_id in self.running or request_id in self._ended:
+            return True
+        return self.recorder is not None and self.recorder.reader().trace(request_id) is not None
+
+    def start(self, live: Live) -> None:
+        """Submit a request; ApiError 429 with Retry-After when the queue is full, 409 when its id runs."""
+        if live.id in self.running:
+            raise clash(live.id)
+        self.running[live.id] = live
+        try:
+            live.start()
+        except QueueFull:
+            del self.running[live.id]
+            raise ApiError(
+                429, "Too many requests are waiting", code="queue_full", headers={"retry-after": "1"}
+            ) from None
+        except BaseException:
+            del self.running[live.id]
+            raise
+
+    def end(self, live: Live) -> None:
+        """The request has left: free what it still holds, remember its id."""
+        live.cancel()
+        self.running.pop(live.id, None)
+        self._ended[live.id] = None
+        while len(self._ended) > REMEMBERED_IDS:
+            self._ended.popitem(last=False)
+
+
+def clash(request_id: str) -> ApiError:
+    """409: the client's x-request-id names a trace that exists; trying again cannot help."""
+    return ApiError(
+        409,
+        f"x-request-id: a request with the id {request_id!r} exists",
+        param="x-request-id",
+        code="duplicate_request_id",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def service_of(state: Any) -> Service:
+    """The Service on a Litestar app's state."""
+    service: Service = state.service
+    return service

@@ -1,0 +1,77 @@
+"""Server-sent events that notice a client who left and a client who stopped reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from litestar import Response
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Send
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: Any) -> bytes:
+    """One SSE event with a JSON body."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns once the client has gone; the body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response[bytes]):
+    """A response of server-sent events, as Litestar's handlers return it; see `_Sender`."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
+        super().__init__(b"")
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+
+    def to_asgi_response(self, *args: Any, **more: Any) -> ASGIResponse:
+        """The ASGI application that sends the events."""
+        return _Sender(self._events, self._send_timeout_s)
+
+
+class _Sender(ASGIResponse):
+    """Sends the events of an async generator. On disconnect, or when one send takes longer than
+    send_timeout_s, the generator is cancelled, so that its `finally` runs at once."""
+
+    __slots__ = ("_events", "_send_timeout_s")
+    _should_set_content_length = False
+
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+
+    async def send_body(self, send: Send, receive: Receive) -> None:
+        """Send until the events, the client or its patience end."""
+        sending = asyncio.create_task(self._send_events(send))
+        leaving = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async for chunk in self._events:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._events.aclose()

@@ -1,0 +1,196 @@
+"""The gateway put together: tape, metrics, models, HTTP, replay UI; and how it starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import structlog
+import uvicorn
+
+import replay_ui
+from gateway.api.http import build_http
+from gateway.api.service import Service
+from gateway.config import Config, ConfigError
+from gateway.metrics import Metrics
+from gateway.worker import Observer, Worker
+from logs.recorder import Recorder
+
+log = structlog.get_logger("gateway")
+
+URL_FILE = "gateway.url"
+"""Beside the tape: where the gateway that holds it listens."""
+
+DRAIN_POLL_S = 0.05
+CLOSE_S = 5
+"""Seconds that open connections get after the last answer."""
+MAX_HEADER_BYTES = 65_536
+
+Load = Callable[[Sequence[Observer]], Worker]
+
+
+class Gateway:
+    """One gateway process: `run` serves until a signal, drains, and returns.
+
+    load makes the worker from the engine's observers, in a thread. Raises what opening the tape raises.
+    """
+
+    def __init__(self, config: Config, load: Load) -> None:
+        self.config = config
+        self._load = load
+        metrics = Metrics()
+        logs = config.logs
+        recorder = Recorder(
+            config.data_dir,
+            queue_rows=logs.queue_rows,
+            flush_rows=logs.flush_rows,
+            flush_s=logs.flush_s,
+            decode=self._decode,
+            on_flush=metrics.on_flush,
+        )
+        self.service = Service(
+            config=config, metrics=metrics, model_name=config.models.served_name, recorder=recorder
+        )
+        self._recorder = recorder
+        self._worker: Worker | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                build_http(self.service),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_graceful_shutdown=CLOSE_S,
+            ),
+            self._drain_soon,
+        )
+        self._drains: asyncio.Task[None] | None = None
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        """Serve on the socket; on_ready gets the URL once requests can be answered.
+
+        Raises what loading the models raised.
+        """
+        url = url_of(listener)
+        serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        loading = asyncio.create_task(asyncio.to_thread(self._load, (self._recorder, self.service.metrics)))
+        try:
+            await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                self._take(loading.result())
+                url_file = self.config.data_dir / URL_FILE
+                url_file.write_text(url, encoding="utf-8")
+                on_ready(url)
+                await serving
+                url_file.unlink(missing_ok=True)
+        finally:
+            self._server.should_exit = True
+            await asyncio.gather(serving, loading, return_exceptions=True)
+            await asyncio.to_thread(self._close, None if loading.exception() else loading.result())
+
+    def _take(self, worker: Worker) -> None:
+        self._worker = worker
+        self.service.engine = worker
+        metrics = self.service.metrics
+        metrics.watch_engine(lambda: worker.num_running, lambda: worker.num_waiting, lambda: worker.kv_usage)
+        metrics.watch_tape(lambda: self._recorder.queue_depth, lambda: dict(self._recorder.dropped))
+
+    def _close(self, worker: Worker | None) -> None:
+        if worker is not None:
+            worker.stop()
+        self._recorder.close()
+
+    def _drain_soon(self) -> None:
+        """A signal came: stop taking requests, let the running ones finish; a second signal ends at once."""
+        if self.service.draining:
+            self._server.force_exit = self._server.should_exit = True
+            return
+        self.service.draining = True
+        log.info("draining", running=len(self.service.running))
+        self._drains = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.server.drain_s):
+                while self.service.running:
+                    await asyncio.sleep(DRAIN_POLL_S)
+        for live in list(self.service.running.values()):
+            live.cancel()
+        self._server.should_exit = True
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text for the tape."""
+        return "" if self._worker is None else self._worker.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, except that a signal drains first and is not raised again at the end."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to exit."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGINT or SIGTERM."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; ConfigError when the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # create_server's own text repeats the address; gaierror has no errno of the system's.
+        why = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else error
+        raise ConfigError(f"server.port: cannot listen on {host}:{port}: {why}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """http://H:N of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def replay_ui_beside(url: str, port: int) -> Iterator[None]:
+    """Run the replay UI as a child process, on loopback only, for as long as the block lasts."""
+    command = [
+        *(sys.executable, "-m", "streamlit", "run", str(Path(replay_ui.__file__).parent / "app.py")),
+        *("--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"),
+        *("--browser.gatherUsageStats", "false", "--server.fileWatcherType", "none"),
+    ]
+    # Its own session: a Ctrl+C in the terminal must reach the gateway first, which ends the UI last.
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "TOKENTAPE_URL": url},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

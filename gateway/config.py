@@ -1,0 +1,249 @@
+"""One frozen Config: read from a TOML file, overlaid by environment variables, checked key by key.
+
+A plain table's key can be set as TOKENTAPE_<TABLE>_<KEY>. An unknown or ill-typed key is a ConfigError
+that names it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+from platformdirs import user_data_path
+
+from gateway.policy import Policy
+from gateway.routing import PolicyConflict, PolicyTable, overlay
+
+DEFAULT_PRESET = "qwen-coder"
+ENV_PREFIX = "TOKENTAPE_"
+
+Positive = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0.0)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message is one line and names the key."""
+
+
+class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[models]: the pair that serves."""
+
+    preset: Annotated[
+        str | None, Meta(description="a ready pair: `qwen-coder` (where no models are named) or `tiny`")
+    ] = None
+    small: Annotated[
+        str | None, Meta(description="hub id, local Hugging Face folder or GGUF file of the small model")
+    ] = None
+    large: Annotated[str | None, Meta(description="the same for the large model")] = None
+    device: Annotated[Literal["cpu", "cuda"], Meta(description="where the models run")] = "cpu"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        Meta(description="number format of the weights; by default float32 for `tiny`, else bfloat16"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.small is None) != (self.large is None):
+            missing = "small" if self.small is None else "large"
+            raise ValueError(f"models.{missing}: both small and large must be named")
+        if self.preset is not None and self.small is not None:
+            raise ValueError("models.preset: name a preset or a small and a large model, not both")
+
+    @property
+    def served_name(self) -> str:
+        """The name clients call the pair by: the preset's, the large model's hub id, or its folder's name."""
+        if self.large is None:
+            return self.preset or DEFAULT_PRESET
+        path = Path(self.large)
+        return path.stem if path.suffix == ".gguf" else path.name if path.exists() else self.large
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[engine]: how many rows, how much memory, how long to wait."""
+
+    max_model_len: Annotated[Positive, Meta(description="longest prompt plus answer, in tokens")] = 4096
+    kv_memory_gib: Annotated[
+        Annotated[float, Meta(gt=0.0)],
+        Meta(description="memory budget for both models' key/value caches; the slots come from it"),
+    ] = 4.0
+    max_rows: Annotated[Positive, Meta(description="most rows decoded at a time")] = 64
+    prefill_chunk: Annotated[
+        Positive, Meta(description="most prompt tokens of one row in one pass, so that others keep moving")
+    ] = 256
+    large_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(description="longest wait to gather rows for one pass of the large model"),
+    ] = 2.0
+    max_queue: Annotated[
+        Positive, Meta(description="most choices waiting for a slot; beyond it the answer is 429")
+    ] = 256
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[server]: the sockets and the limits at the door."""
+
+    host: Annotated[str, Meta(description="address the gateway binds")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port of the gateway")] = 8000
+    ui: Annotated[bool, Meta(description="whether the replay UI is started beside the gateway")] = True
+    ui_port: Annotated[Port, Meta(description="port of the replay UI (loopback only)")] = 8501
+    max_body_mib: Annotated[
+        Annotated[float, Meta(gt=0.0)], Meta(description="largest request body; beyond it the answer is 413")
+    ] = 8.0
+    max_choices: Annotated[Positive, Meta(description="most choices of one request: prompts times `n`")] = 128
+    keepalive_s: Annotated[
+        Seconds, Meta(description="an SSE comment is sent when a stream was silent for so long")
+    ] = 15.0
+    send_timeout_s: Annotated[
+        Seconds, Meta(description="a client that reads nothing for so long is disconnected")
+    ] = 60.0
+    request_timeout_s: Annotated[
+        Seconds, Meta(description="longest life of a request; beyond it the answer is 504")
+    ] = 600.0
+    drain_s: Annotated[Seconds, Meta(description="how long SIGTERM lets running requests go on")] = 30.0
+
+
+class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[logs]: the tape and the gateway's own log."""
+
+    data_dir: Annotated[
+        str | None, Meta(description="folder of the tape; by default the user's data folder for tokentape")
+    ] = None
+    queue_rows: Annotated[Positive, Meta(description="most rows waiting for the writer thread")] = 100_000
+    flush_rows: Annotated[Positive, Meta(description="rows after which the writer commits")] = 1000
+    flush_s: Annotated[Seconds, Meta(description="time after which the writer commits")] = 0.25
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
+    ] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one gateway."""
+
+    models: ModelsConfig = ModelsConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    logs: LogsConfig = LogsConfig()
+    policy: dict[str, PolicyTable] = {}
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """Every named policy, `stable` (the one in force) always among them."""
+        stable = overlay(Policy(), self.policy.get("stable", PolicyTable()))
+        others = {name: overlay(Policy(), table) for name, table in self.policy.items() if name != "stable"}
+        return {"stable": stable, **others}
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of the tape."""
+        return Path(self.logs.data_dir) if self.logs.data_dir else user_data_path("tokentape")
+
+
+def load_config(
+    path: Path | None, environ: Mapping[str, str], overrides: Mapping[str, Any] | None = None
+) -> Config:
+    """The file, then the environment, then overrides ("server.port": 9000); raises ConfigError."""
+    tables = _read(path) if path is not None else {}
+    for table, key, value in _from_environment(environ):
+        _table(tables, table)[key] = value
+    for name, value in (overrides or {}).items():
+        table, _, key = name.partition(".")
+        _table(tables, table)[key] = value
+    policies = {name: _policy(name, table) for name, table in _table(tables, "policy").items()}
+    try:
+        config = msgspec.convert({**tables, "policy": policies}, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_one_line(str(error))) from None
+    for name, policy in policies.items():
+        try:
+            overlay(Policy(), policy)
+        except PolicyConflict as error:
+            raise ConfigError(f"policy.{name}.{error}") from None
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
+    table = tables.setdefault(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name}: expected a table")
+    return table
+
+
+def _policy(name: str, table: object) -> PolicyTable:
+    try:
+        return msgspec.convert(table, PolicyTable)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy.{name}.{_one_line(str(error))}") from None
+
+
+def _plain_tables() -> dict[str, type[msgspec.Struct]]:
+    return {name: kind for name, kind in get_type_hints(Config).items() if name != "policy"}
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    for table, kind in _plain_tables().items():
+        hints = get_type_hints(kind)
+        prefix = f"{ENV_PREFIX}{table.upper()}_"
+        for variable in sorted(environ):
+            if not variable.startswith(prefix):
+                continue
+            key = variable.removeprefix(prefix).lower()
+            if key not in hints:
+                raise ConfigError(f"{variable}: no such key in [{table}]")
+            try:
+                value = msgspec.convert(environ[variable], hints[key], strict=False)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{variable}: {error}") from None
+            yield table, key, value
+
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<at>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<key>.*)`$")
+
+
+def _one_line(message: str) -> str:
+    match = _PATH.match(message)
+    assert match is not None
+    what, at = match["what"], match["at"] or ""
+    if unknown := _UNKNOWN.match(what):
+        return f"{f'{at}.' if at else ''}{unknown['key']}: unknown key"
+    return f"{at}: {what}" if at and not what.startswith(at) else what
+
+
+def markdown() -> str:
+    """Every key with its default and meaning, as the tables of the README."""
+    lines: list[str] = []
+    tables: dict[str, type[msgspec.Struct]] = {**_plain_tables(), "policy.<name>": PolicyTable}
+    for table, kind in tables.items():
+        lines += [f"| `[{table}]` | default | meaning |", "| --- | --- | --- |"]
+        defaults: object = Policy() if kind is PolicyTable else kind()
+        hints = get_type_hints(kind, include_extras=True)
+        for key in kind.__struct_fields__:
+            value = getattr(defaults, key)
+            shown = "" if value is None else f"`{_toml(value)}`"
+            lines.append(f"| `{key}` | {shown} | {_description(hints[key])} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _description(hint: object) -> str:
+    return next(meta.description or "" for meta in reversed(get_args(hint)) if isinstance(meta, Meta))

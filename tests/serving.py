@@ -1,0 +1,71 @@
+"""A gateway over real HTTP for the API's tests: uvicorn on a free port, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import uvicorn
+from fake_worker import FakeWorker
+
+from gateway.api.http import build_http
+from gateway.api.service import Service
+from gateway.config import Config, ModelsConfig
+from gateway.metrics import Metrics
+from logs.recorder import Recorder
+
+TINY = Config(models=ModelsConfig(preset="tiny"))
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[str]:
+    """The service's URL while it is served."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(build_http(service), lifespan="off", ws="none", log_config=None, access_log=False)
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    host, port = listener.getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+class FakeGateway:
+    """A service over a FakeWorker, its URL and an HTTP client."""
+
+    def __init__(self, service: Service, worker: FakeWorker, url: str) -> None:
+        self.service = service
+        self.worker = worker
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=10, trust_env=False)
+
+    def post(self, path: str, body: dict[str, object], **more: object) -> httpx.Response:
+        """POST a JSON body."""
+        return self.http.post(path, json=body, **more)
+
+
+@contextmanager
+def fake_gateway(config: Config = TINY, data_dir: Path | None = None) -> Iterator[FakeGateway]:
+    """A gateway without models; with a tape when data_dir is given."""
+    recorder = Recorder(data_dir) if data_dir is not None else None
+    metrics = Metrics()
+    worker = FakeWorker(observers=[metrics] if recorder is None else [recorder, metrics])
+    service = Service(config=config, metrics=metrics, model_name="tiny", recorder=recorder, engine=worker)
+    try:
+        with serving(service) as url:
+            gateway = FakeGateway(service, worker, url)
+            yield gateway
+            gateway.http.close()
+    finally:
+        if recorder is not None:
+            recorder.close()
