@@ -19,10 +19,13 @@ TYPICAL_DELTA = 0.3
 
 
 def accepts(policy: Policy, draft: int, large: Reading) -> bool:
-    """Whether `draft` stands where the large model read `large`; `trust` never asks."""
+    """Whether `draft` stands where the large model read `large`.
+
+    Under `trust` only looked-up tokens are asked about, and they must be the large model's own.
+    """
     if draft == large.token:
         return True
-    if policy.accept is Accept.EXACT or not large.allowed or large.p_draft is None:
+    if policy.accept in (Accept.EXACT, Accept.TRUST) or not large.allowed or large.p_draft is None:
         return False
     if policy.accept is Accept.THRESHOLD:
         return large.p_draft >= policy.accept_threshold

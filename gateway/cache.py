@@ -43,6 +43,14 @@ class KVCache:
         self.keys[layer][blocks, :, offsets] = k
         self.values[layer][blocks, :, offsets] = v
 
+    def copy(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
+        """Copy the first `length` positions of the blocks `source` to the blocks `target`."""
+        for start in range(0, length, self.block_size):
+            a, b = source[start // self.block_size], target[start // self.block_size]
+            num = min(self.block_size, length - start)
+            for store in (*self.keys, *self.values):
+                store[b, :, :num] = store[a, :, :num]
+
     def read(self, layer: int, blocks: tuple[int, ...], length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [num_kv_heads, length, head_dim] of one row; a view where one block holds it."""
         keys, values = self.keys[layer], self.values[layer]

@@ -221,7 +221,10 @@ class Sampling:
 
 @dataclass(slots=True)
 class Counts:
-    """Running totals of one choice, in the words of the response's `routing` object."""
+    """Running totals of one choice, in the words of the response's `routing` object.
+
+    adapted: load capped its drafts at least once.
+    """
 
     small_tokens: int = 0
     large_tokens: int = 0
@@ -233,6 +236,7 @@ class Counts:
     guard_hits: int = 0
     large_passes: int = 0
     small_passes: int = 0
+    adapted: bool = False
 
     @property
     def completion_tokens(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -31,19 +30,29 @@ from gateway.core import (
     PassRecord,
     Reason,
     Settled,
-    Signals,
     Step,
     Tick,
     Tier,
     Timings,
-    TopK,
 )
+from gateway.load import Load
+from gateway.lookup import AnswerStore, NgramIndex
 from gateway.models import Feed
-from gateway.policy import Decision, History, Policy, State, decide
+from gateway.policy import History, decide, decide_lookup
+from gateway.prefix import Kept, PrefixCache
 from gateway.request import Request
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading, read
-from gateway.scheduler import Plan, Scheduler
+from gateway.scheduler import SHORT_FEED, Plan, Scheduler
+from gateway.steps import (
+    decided,
+    large_step,
+    new_step,
+    proposal_step,
+    recovered_step,
+    small_view,
+    state_columns,
+)
 from gateway.text import TextStream, Tokenizer
 
 log = structlog.get_logger(__name__)
@@ -62,9 +71,15 @@ class Model(Protocol):
 
     def forward(self, feeds: list[Feed]) -> Tensor: ...
 
+    def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None: ...
+
 
 class Engine:
-    """Rows, two models, one block pool. Single-threaded: call everything from one thread."""
+    """Rows, two models, one block pool. Single-threaded: call everything from one thread.
+
+    load: caps drafts by what they are worth (None: drafts are never capped). answers: earlier answers to look
+    tokens up in (None: only the row's own text). prefixes: finished rows whose keys and values may be reused.
+    """
 
     def __init__(
         self,
@@ -76,6 +91,9 @@ class Engine:
         *,
         max_rows: int,
         max_model_len: int,
+        load: Load | None = None,
+        answers: AnswerStore | None = None,
+        prefixes: PrefixCache | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.models = {Tier.SMALL: small, Tier.LARGE: large}
@@ -86,6 +104,9 @@ class Engine:
         self.scheduler = scheduler
         self.max_rows = max_rows
         self.max_model_len = max_model_len
+        self.load = load
+        self.answers = answers
+        self.prefixes = prefixes or PrefixCache(0)
         self.clock = clock
         self.waiting: deque[tuple[Request, Timings]] = deque()
         self.rows: list[Row] = []
@@ -156,7 +177,15 @@ class Engine:
                 tick.deltas.append(out.delta(row))
             if row.finished is not None:
                 self._settle(row, tick)
+        if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
+            written = sum(len(delta.steps) for delta in tick.deltas)
+            self.load.saw_pass(tick.passed.ms + tick.passed.host_ms, written, self.num_decoding)
         return tick
+
+    @property
+    def num_decoding(self) -> int:
+        """Rows whose client still waits."""
+        return sum(row.finished is None for row in self.rows)
 
     def _fail(self, row: Row, error: str, tick: Tick) -> None:
         """A pass broke: its rows end with an error; one already finished just loses its last signals."""
@@ -177,7 +206,7 @@ class Engine:
     def _admit(self, tick: Tick) -> None:
         while self.waiting and len(self.rows) < self.max_rows:
             request, timings = self.waiting[0]
-            if not self.pool.can_allocate(self._longest(request)):
+            if not self._make_room(self._longest(request)):
                 return
             self.waiting.popleft()
             timings.admitted = self.clock()
@@ -185,6 +214,7 @@ class Engine:
             row = Row(
                 request=request,
                 history=History(request.policy),
+                tokenizer=self.tokenizer,
                 text=TextStream(
                     self.tokenizer,
                     stop=sampling.stop,
@@ -198,12 +228,34 @@ class Engine:
                 sequence=list(request.prompt_ids),
             )
             self.rows.append(row)
+            self._reuse_prefix(row)
             if request.policy.mode is Mode.SHADOW:
                 row.shadowed = History(request.policy)
+            if request.policy.mode is Mode.ROUTED and request.policy.lookup:
+                row.lookup = NgramIndex(request.prompt_ids)
+            if request.constraint is not None:
+                row.constraint = request.constraint()
             if request.forced:
                 self._force(row, tick)
             else:
-                row.route()
+                self._route(row)
+
+    def _make_room(self, length: int) -> bool:
+        """Whether a row of `length` fits, finished rows' kept blocks given up for it if need be."""
+        while not self.pool.can_allocate(length) and len(self.prefixes):
+            self.pool.release(self.prefixes.evict())
+        return self.pool.can_allocate(length)
+
+    def _reuse_prefix(self, row: Row) -> None:
+        found = self.prefixes.find(row.request.scope, row.request.prompt_ids)
+        if found is None:
+            return
+        kept, num = found
+        for tier, model in self.models.items():
+            # The last prompt token is always read anew: its logits decide the first output token.
+            length = min(num, kept.seen[tier], row.num_prompt - 1)
+            model.copy_prefix(kept.blocks, row.blocks, length)
+            row.seen[tier] = length
 
     def _force(self, row: Row, tick: Tick) -> None:
         """Write a fork's given tokens; both models' views of them are filled in by their first passes."""
@@ -211,19 +263,19 @@ class Engine:
         stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
         for token, tier in row.request.forced:
             state = row.history.state(None, row.draft_limit)
-            step = self._step(row, token, tier, Outcome.FORCED, None, state, stamp)
+            step = new_step(row, token, tier, Outcome.FORCED, None, state, stamp)
             if tier is Tier.LARGE:
                 row.history.resolve(0, token)
             else:
                 row.history.keep(token)
-            row.sequence.append(token)
+            row.append(token)
             row.owe(step, signals=mode.runs_small, label=mode.runs_large)
             self._write(row, step, out, tick)
             if row.finished is not None:
                 self._settle(row, tick)
                 break
         else:
-            row.route()
+            self._route(row)
         tick.deltas.append(out.delta(row))
 
     # ---- one pass
@@ -235,7 +287,7 @@ class Engine:
             wanted = row.num_wanted(plan.tier, num)
             feeds.append(Feed(row.blocks, start, row.sequence[start : start + num], wanted))
             first = start + num - wanted + 1 - row.num_prompt
-            asks.append([row.ask(plan.tier, first + i, self.tokenizer.eos_ids) for i in range(wanted)])
+            asks.append([row.ask(plan.tier, first + i) for i in range(wanted)])
         began = time.perf_counter()
         logits = self.models[plan.tier].forward(feeds)[:, : self.vocab_size]
         ms = (time.perf_counter() - began) * 1e3
@@ -253,7 +305,7 @@ class Engine:
             context_tokens=sum(feed.start for feed in feeds),
             ms=ms,
             host_ms=(ended - self._last_end) * 1e3 - ms,
-            adapted=False,
+            adapted=any(row.load_cap == 0 for row in plan.rows),
             ts=now,
         )
         self._last_end = ended
@@ -263,6 +315,47 @@ class Engine:
             else:
                 row.counts.large_passes += 1
         return views, PassStamp(tick.number, self.num_passes, len(plan.rows), int(ms * 1e3), now)
+
+    # ---- what comes next
+
+    def _route(self, row: Row) -> None:
+        """Decide the next position as far as that needs no model; look up what may be drafted for free."""
+        policy = row.request.policy
+        if self.load is not None and policy.mode is Mode.ROUTED:
+            row.load_cap = self.load.cap_for(self.num_decoding, row.num_unseen(Tier.SMALL), row.num_left)
+            row.counts.adapted |= row.load_cap < policy.draft_length
+        row.route()
+        if row.lookup is not None and not row.drafts and self._look_up(row, row.lookup):
+            row.route()
+
+    def _look_up(self, row: Row, index: NgramIndex) -> bool:
+        """Draft what followed the last tokens before, while the rules allow it; whether there was any."""
+        policy, history = row.request.policy, row.history
+        most = min(policy.draft_length, row.num_left - 1)
+        if self.load is not None:
+            most = min(most, self.load.lookup_cap(self.num_decoding))
+        if most < 1:
+            return False
+        tokens = index.propose(row.sequence, most)
+        if not tokens and self.answers is not None:
+            tokens = self.answers.propose(row.request.scope, row.sequence, most)
+        stamp = PassStamp(self.num_ticks, 0, 0, 0, self.clock())
+        for token in tokens:
+            position = len(history.tokens)
+            state = history.state(token, most, row.probe_u(position))
+            decision = decide_lookup(policy, state)
+            if decision is None or not row.permits(token):
+                break
+            seen = row.seen
+            row.drafts.append(
+                Proposal(
+                    Tier.LOOKUP, token, None, None, state, decision, stamp, seen[Tier.SMALL], seen[Tier.LARGE]
+                )
+            )
+            history.draft(token)
+            row.append(token)
+        row.lookup_full = bool(row.drafts)
+        return row.lookup_full
 
     # ---- the small model has spoken
 
@@ -276,7 +369,7 @@ class Engine:
 
     def _signal(self, row: Row, seq: int, reading: Reading) -> Step:
         """A written step learns what the small model says at its position."""
-        learnt = _small_view(reading.token, reading.signals, reading.topk)
+        learnt = small_view(reading.token, reading.signals, reading.topk)
         large = row.open[seq].large_choice
         if large is not None:
             learnt |= {"audit_agrees": reading.token == large, "audit_source": "verify"}
@@ -292,13 +385,14 @@ class Engine:
         state = history.state(reading.token, limit, row.probe_u(step.idx))
         decision = decide(policy, state, reading.signals)
         history.shadow(decision, reading.token, step.token_id)
-        return {**_decided(policy, decision), **_state_columns(state), "audit_source": "shadow"}
+        return {**decided(policy, decision), **state_columns(state), "audit_source": "shadow"}
 
     def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
         policy = row.request.policy
         state = row.history.state(reading.token, row.draft_limit, row.probe_u(len(row.history.tokens)))
         decision = decide(policy, state, reading.signals)
         proposal = Proposal(
+            Tier.SMALL,
             reading.token,
             reading.signals,
             reading.topk,
@@ -310,20 +404,22 @@ class Engine:
         )
         if decision.reason is Reason.LOOP_GUARD:
             row.counts.guard_hits += 1
+        if self.load is not None and policy.mode is Mode.ROUTED:
+            self.load.saw_proposal(decision.action is Action.KEEP)
         if decision.action is Action.DEFER:
             row.deferred, row.tier = proposal, Tier.LARGE
             return
-        row.sequence.append(proposal.token)
+        row.append(proposal.token)
         if policy.verified and decision.reason is not Reason.BUDGET:
             row.drafts.append(proposal)
             row.history.draft(proposal.token)
         else:
             row.history.keep(proposal.token)
-            step = self._proposal_step(row, proposal, Outcome.KEPT, None)
+            step = proposal_step(row, proposal, Outcome.KEPT, None)
             row.owe(step, signals=False, label=True)
             self._write(row, step, out, tick)
         if row.finished is None:
-            row.route()
+            self._route(row)
 
     # ---- the large model has spoken
 
@@ -358,9 +454,13 @@ class Engine:
         if drafts:
             row.counts.num_drafts += 1
             row.counts.num_draft_tokens += len(drafts)
+            if self.load is not None:
+                self.load.saw_verified(drafts[0].tier, num, min(num + 1, len(drafts)))
         for i in range(num):
             row.counts.num_accepted_draft_tokens += 1
-            self._write(row, self._proposal_step(row, drafts[i], Outcome.ACCEPTED, readings[i]), out, tick)
+            step = proposal_step(row, drafts[i], Outcome.ACCEPTED, readings[i])
+            row.owe(step, signals=step.signals is None, label=False)
+            self._write(row, step, out, tick)
             if row.finished is not None:
                 self._discard(row, drafts[i + 1 :], tick)
                 row.history.resolve(i + 1, None)
@@ -368,95 +468,27 @@ class Engine:
                 return
         large = readings[num]
         if num < len(drafts):
-            tick.steps.append(self._proposal_step(row, drafts[num], Outcome.REJECTED, large))
+            tick.steps.append(proposal_step(row, drafts[num], Outcome.REJECTED, large))
             self._discard(row, drafts[num + 1 :], tick)
-            step = self._recovered_step(row, drafts[num], large, stamp)
+            step = recovered_step(row, drafts[num], large, stamp)
         else:
-            step = self._large_step(row, large, stamp)
+            step = large_step(row, large, stamp)
         row.history.resolve(num, large.token)
         row.drop_drafts(num)
-        row.sequence.append(large.token)
-        row.owe(step, signals=step.signals is None and row.request.policy.mode.runs_small, label=False)
+        row.append(large.token)
+        lacks = step.signals is None and row.request.policy.mode.runs_small
+        row.owe(step, signals=lacks and step.reason is not Reason.LOAD, label=False)
         self._write(row, step, out, tick)
         row.round += 1
         if row.finished is None:
-            row.route()
+            self._route(row)
 
     def _discard(self, row: Row, drafts: list[Proposal], tick: Tick) -> None:
         """Record what was proposed behind the last position that counts, the deferred proposal included."""
         late = [*drafts, row.deferred] if row.deferred is not None else drafts
-        tick.steps.extend(self._proposal_step(row, p, Outcome.DISCARDED, None) for p in late)
+        tick.steps.extend(proposal_step(row, p, Outcome.DISCARDED, None) for p in late)
 
-    # ---- steps
-
-    def _proposal_step(self, row: Row, p: Proposal, outcome: Outcome, large: Reading | None) -> Step:
-        step = self._step(row, p.token, Tier.SMALL, outcome, p.decision, p.state, p.stamp)
-        step = replace(
-            step, **_small_view(p.token, p.signals, p.topk), small_kv=p.small_kv, large_kv=p.large_kv
-        )
-        return step if large is None else replace(step, **_large_view(p.token, p.token, large))
-
-    def _recovered_step(self, row: Row, rejected: Proposal, large: Reading, stamp: PassStamp) -> Step:
-        step = self._step(row, large.token, Tier.LARGE, Outcome.RECOVERED, None, rejected.state, stamp)
-        return replace(
-            step,
-            **_small_view(rejected.token, rejected.signals, rejected.topk),
-            **_large_view(large.token, rejected.token, large),
-        )
-
-    def _large_step(self, row: Row, large: Reading, stamp: PassStamp) -> Step:
-        """The token at the position where the round ended: bonus after a full draft, else deferred."""
-        if row.deferred is not None:
-            decision, state = row.deferred.decision, row.deferred.state
-        elif row.early is not None:
-            decision, state = row.early
-        else:
-            raise AssertionError("a large pass ended a round that nobody ended")
-        outcome = Outcome.BONUS if decision.reason is Reason.DRAFT_FULL and row.drafts else Outcome.LARGE
-        step = self._step(row, large.token, Tier.LARGE, outcome, decision, state, stamp)
-        p = row.deferred
-        step = replace(step, **_large_view(large.token, None if p is None else p.token, large))
-        return step if p is None else replace(step, **_small_view(p.token, p.signals, p.topk))
-
-    def _step(
-        self,
-        row: Row,
-        token: int,
-        tier: Tier,
-        outcome: Outcome,
-        decision: Decision | None,
-        state: State,
-        stamp: PassStamp,
-    ) -> Step:
-        step = Step(
-            request_id=row.request.id,
-            choice=row.request.choice,
-            seq=row.seq,
-            round=row.round,
-            tick=stamp.tick,
-            token_id=token,
-            token_bytes=self.tokenizer.token_bytes(token),
-            tier=tier,
-            **_decided(row.request.policy, decision),
-            **_state_columns(state),
-            signals=None,
-            small_choice=None,
-            small_topk=None,
-            large_topk=None,
-            p_large=None,
-            large_choice=None,
-            outcome=outcome,
-            audit_agrees=None,
-            audit_source=None,
-            pass_id=stamp.pass_id,
-            batch_rows=stamp.rows,
-            small_kv=row.seen[Tier.SMALL],
-            large_kv=row.seen[Tier.LARGE],
-            latency_us=stamp.latency_us,
-            ts=stamp.ts,
-        )
-        row.seq += 1
-        return step
+    # ---- commit
 
     def _write(self, row: Row, step: Step, out: Output, tick: Tick) -> None:
         """Commit one token: count it, turn it into text, and see whether it ends the answer."""
@@ -466,8 +498,12 @@ class Engine:
         if step.tier is Tier.LARGE:
             counts.large_tokens += 1
             counts.protected_tokens += step.reason is Reason.PROTECTED_PREFIX
-        else:
+        elif step.tier is Tier.SMALL:
             counts.small_tokens += 1
+        else:
+            counts.lookup_tokens += 1
+        if row.lookup is not None:
+            row.lookup.extend((step.token_id,))
         if row.timings.first_token is None:
             row.timings.first_token = self.clock()
         sampling = row.request.sampling
@@ -500,6 +536,9 @@ class Engine:
 
     def _settle(self, row: Row, tick: Tick) -> None:
         """Let an answered row go, unless its steps lack signals, or labels where it is audited."""
+        if row.load_cap == 0:
+            # While routing does not pay, neither does a small pass that only completes the tape.
+            row.forgo_signals()
         tier = row.afterwards
         if tier is None:
             self._let_go(row, tick)
@@ -511,40 +550,10 @@ class Engine:
 
     def _let_go(self, row: Row, tick: Tick) -> None:
         self.rows.remove(row)
-        self.pool.release(row.blocks)
+        if self.answers is not None and row.request.policy.lookup:
+            self.answers.add(row.request.scope, row.sequence[row.num_prompt :])
+        longest = max(row.seen.values())
+        kept = Kept(row.request.scope, tuple(row.sequence[:longest]), row.blocks, dict(row.seen))
+        for blocks in self.prefixes.keep(kept):
+            self.pool.release(blocks)
         tick.settled.append(Settled(row.request.id, row.request.choice, row.audit))
-
-
-def _decided(policy: Policy, decision: Decision | None) -> dict[str, Any]:
-    """The columns of a decision; null where a token was written without one."""
-    if decision is None:
-        return {"action": None, "reason": None, "score": None, "threshold": None, "propensity": None}
-    propensity = None
-    if policy.probe_rate and decision.reason in (Reason.PROBE, Reason.CONFIDENT):
-        propensity = policy.probe_rate if decision.reason is Reason.PROBE else 1 - policy.probe_rate
-    return {
-        "action": decision.action,
-        "reason": decision.reason,
-        "score": decision.score,
-        "threshold": None if decision.score is None else policy.threshold,
-        "propensity": propensity,
-    }
-
-
-def _state_columns(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in State.__dataclass_fields__}
-
-
-def _small_view(token: int, signals: Signals, topk: TopK) -> dict[str, Any]:
-    return {"signals": signals, "small_choice": token, "small_topk": topk}
-
-
-def _large_view(token: int, proposed: int | None, large: Reading) -> dict[str, Any]:
-    """What the large model says of the row's token; proposed: the small model's own, if it made one."""
-    return {
-        "large_topk": large.topk,
-        "large_choice": large.token,
-        "p_large": large.p_token if token == large.token else large.p_draft,
-        "audit_agrees": None if proposed is None else proposed == large.token,
-        "audit_source": None if proposed is None else "verify",
-    }

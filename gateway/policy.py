@@ -44,6 +44,7 @@ class Policy:
     protect_first: int = 10
     max_small_run: int = 64
     small_repetition_penalty: float = 1.0
+    lookup: bool = True
     large_token_budget: int | None = None
     bias: float = 0.0
     gap_weight: float = 1.0
@@ -73,7 +74,8 @@ class State:
 
     draft_pos: tokens already waiting in this round. run_length: consecutive tokens before this one not
     written by the large model, waiting ones included. guard_value: how often the output already holds
-    the n-gram that the proposal would complete. large_used: tokens the large model has written.
+    the n-gram that the proposal would complete. draft_limit: most tokens of this round; 0 under load, while
+    routing does not pay. large_used: tokens the large model has written.
     probe_u: the uniform draw that decides whether this position is probed.
     """
 
@@ -106,6 +108,10 @@ def score(policy: Policy, state: State, signals: Signals) -> float:
     return f32(min(1.0, max(0.0, total)))
 
 
+def _loops(policy: Policy, state: State) -> bool:
+    return policy.loop_limit > 0 and state.guard_value >= policy.loop_limit
+
+
 def _over_budget(policy: Policy, state: State) -> bool:
     return policy.large_token_budget is not None and state.large_used >= policy.large_token_budget
 
@@ -120,11 +126,22 @@ def decide_early(policy: Policy, state: State) -> Decision | None:
         return Decision(Action.DEFER, Reason.PROTECTED_PREFIX)
     if _over_budget(policy, state):
         return None
+    if state.draft_limit == 0:
+        return Decision(Action.DEFER, Reason.LOAD)
     if state.draft_pos >= state.draft_limit:
         return Decision(Action.DEFER, Reason.DRAFT_FULL)
     if state.run_length >= policy.max_small_run:
         return Decision(Action.DEFER, Reason.RUN_LIMIT)
     return None
+
+
+def decide_lookup(policy: Policy, state: State) -> Decision | None:
+    """Whether a looked-up token may be drafted here; None means: it may not."""
+    if policy.mode is not Mode.ROUTED or not policy.lookup or _over_budget(policy, state):
+        return None
+    if decide_early(policy, state) is not None or _loops(policy, state):
+        return None
+    return Decision(Action.KEEP, Reason.LOOKUP_HIT)
 
 
 def decide(policy: Policy, state: State, signals: Signals) -> Decision:
@@ -136,7 +153,7 @@ def decide(policy: Policy, state: State, signals: Signals) -> Decision:
         return Decision(Action.KEEP, Reason.MODE)
     if _over_budget(policy, state):
         return Decision(Action.KEEP, Reason.BUDGET)
-    if policy.loop_limit and state.guard_value >= policy.loop_limit:
+    if _loops(policy, state):
         return Decision(Action.DEFER, Reason.LOOP_GUARD)
     value = score(policy, state, signals)
     if value >= f32(policy.threshold):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core import AuditStatus, Finished, Sampling, Tier
 from gateway.policy import Policy
+from gateway.sampling import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Request:
     prompt_ids: at least one token. policy: resolved, overrides applied. params: the client's own body
     fields, as received, for the tape. num_topk: how many top tokens of each model a step carries (>= 2).
     audited: whether unverified tokens are shown to the large model after the answer is sent.
+    scope: whose earlier prompts and answers may be reused for this request (a hash of the API key).
+    constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
     forced: given output tokens of a fork and the tier that wrote each in its parent.
     """
 
@@ -37,6 +40,8 @@ class Request:
     forked_at: int | None = None
     audited: bool = False
     forced: tuple[tuple[int, Tier], ...] = ()
+    scope: str = ""
+    constraint: Callable[[], Constraint] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from gateway.core import (
     Action,
     AuditStatus,
@@ -19,10 +21,11 @@ from gateway.core import (
     Timings,
     TopK,
 )
+from gateway.lookup import NgramIndex
 from gateway.policy import Decision, History, State, decide_early
 from gateway.request import Request
-from gateway.sampling import Ask, uniform
-from gateway.text import TextStream
+from gateway.sampling import Ask, Constraint, uniform
+from gateway.text import TextStream, Tokenizer
 
 MODE = Decision(Action.DEFER, Reason.MODE)
 
@@ -40,11 +43,15 @@ class PassStamp:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The small model's token x at one output position, and what was decided about it."""
+    """A token proposed for one output position, and what was decided about it.
 
+    The small model's comes with signals and top tokens; a looked-up one has none.
+    """
+
+    tier: Tier
     token: int
-    signals: Signals
-    topk: TopK
+    signals: Signals | None
+    topk: TopK | None
     state: State
     decision: Decision
     stamp: PassStamp
@@ -60,12 +67,15 @@ class Row:
     drafts: kept proposals that wait for verification. deferred: the proposal that ended the round, if the
     small model had made one. early: a decision taken without a proposal. open: written steps that still lack
     something, by seq; unsignalled, unlabelled: output position -> seq of those that lack the small model's
-    signals, the large model's view. shadowed: what routing would have done so far (mode `shadow`). A finished
-    row stays until its last signals, and labels where it is audited, are in.
+    signals, the large model's view. masks: output position -> what the grammar allowed there, while a model
+    may still be asked. load_cap: most drafts that pay now. lookup_full: the waiting drafts were looked up and
+    are verified before more is drafted. shadowed: what routing would have done so far (mode `shadow`). A
+    finished row stays until its last signals, and labels where it is audited, are in.
     """
 
     request: Request
     history: History
+    tokenizer: Tokenizer
     text: TextStream
     blocks: tuple[int, ...]
     max_len: int
@@ -81,6 +91,11 @@ class Row:
     unsignalled: dict[int, int] = field(default_factory=dict)
     unlabelled: dict[int, int] = field(default_factory=dict)
     shadowed: History | None = None
+    lookup: NgramIndex | None = None
+    constraint: Constraint | None = None
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    load_cap: int | None = None
+    lookup_full: bool = False
     counts: Counts = field(default_factory=Counts)
     seq: int = 0
     round: int = 0
@@ -102,16 +117,31 @@ class Row:
     def draft_limit(self) -> int:
         """Most drafts of this round: the large model always writes one token more, so the last is its own."""
         policy = self.request.policy
-        return min(policy.draft_length, max(1, self.num_left - 1)) if policy.verified else policy.draft_length
+        limit = policy.draft_length if self.load_cap is None else min(policy.draft_length, self.load_cap)
+        if self.lookup_full:
+            return len(self.drafts)
+        return min(limit, max(1, self.num_left - 1)) if policy.verified else limit
 
     def route(self) -> None:
         """Decide the next position as far as that needs no proposal, and so the tier that runs next."""
         policy = self.request.policy
+        written = self.history.num_written
+        self.masks = {
+            p: mask
+            for p, mask in self.masks.items()
+            if p >= written or p in self.unsignalled or p in self.unlabelled
+        }
         state = self.history.state(None, self.draft_limit)
         # In shadow the large model writes everything; what routing would have done is filled in afterwards.
         early = MODE if policy.mode is Mode.SHADOW else decide_early(policy, state)
         self.early = None if early is None else (early, state)
         self.tier = Tier.SMALL if early is None else Tier.LARGE
+
+    def append(self, token: int) -> None:
+        """A token was drafted or written: it joins the sequence and moves the grammar along."""
+        self.sequence.append(token)
+        if self.constraint is not None:
+            self.constraint.advance(token)
 
     def num_unseen(self, tier: Tier) -> int:
         """Tokens of the sequence that the tier's cache lacks."""
@@ -151,6 +181,18 @@ class Row:
             self.open[seq] = step
         return step
 
+    def permits(self, token: int) -> bool:
+        """Whether a looked-up token may come next: min_tokens and the grammar allow it."""
+        ask = self.ask(Tier.LARGE, len(self.history.tokens))
+        return token not in ask.banned and (ask.mask is None or bool(ask.mask[token]))
+
+    def forgo_signals(self) -> None:
+        """The small model will not read what it has not read; those steps stay without its signals."""
+        for seq in self.unsignalled.values():
+            if seq not in self.unlabelled.values():
+                self.open.pop(seq, None)
+        self.unsignalled.clear()
+
     @property
     def afterwards(self) -> Tier | None:
         """The tier a finished row still waits for: signals first, then labels if it is audited."""
@@ -168,13 +210,13 @@ class Row:
     def _next_idx(self, tier: Tier) -> int:
         return self.history.num_written if tier is Tier.LARGE else len(self.history.tokens)
 
-    def ask(self, tier: Tier, position: int, eos_ids: frozenset[int]) -> Ask:
+    def ask(self, tier: Tier, position: int) -> Ask:
         """What to read at an output position (committed, drafted or the next)."""
         sampling = self.request.sampling
         idx = self.num_prompt + position
         banned: tuple[int, ...] = ()
         if position < sampling.min_tokens:
-            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_ids)
+            ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.tokenizer.eos_ids)
             banned = tuple(sorted(ends))
         penalty = self.request.policy.small_repetition_penalty if tier is Tier.SMALL else 1.0
         shaped = sampling.shapes_logits or penalty != 1.0
@@ -188,15 +230,27 @@ class Row:
             draft=self.sequence[idx] if tier is Tier.LARGE and idx < len(self.sequence) else None,
             small_penalty=penalty,
             banned=banned,
+            mask=self._mask(position),
         )
+
+    def _mask(self, position: int) -> Tensor | None:
+        if self.constraint is None or self.finished is not None:
+            return self.masks.get(position)
+        if position == len(self.history.tokens) and position not in self.masks:
+            self.masks[position] = self.constraint.mask()
+        return self.masks.get(position)
 
     def drop_drafts(self, num_accepted: int) -> None:
         """Roll back to the accepted prefix: shorten the sequence and what each cache counts as seen."""
         end = len(self.sequence) - (len(self.drafts) - num_accepted)
+        if self.constraint is not None:
+            self.constraint.rollback(len(self.sequence) - end)
+            self.masks = {p: mask for p, mask in self.masks.items() if p <= end - self.num_prompt}
         del self.sequence[end:]
         for tier in self.seen:
             self.seen[tier] = min(self.seen[tier], end)
         self.drafts.clear()
+        self.lookup_full = False
         self.deferred = None
 
 

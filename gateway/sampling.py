@@ -13,6 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +26,29 @@ NOISE_RANGE = 20.25
 _MASK32 = 0xFFFFFFFF
 
 
+class Constraint(Protocol):
+    """A grammar's matcher for one row, moved along token by token and back."""
+
+    def mask(self) -> Tensor:
+        """Which tokens may come now: bool [at least the vocabulary]; at least one may (the end counts)."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """A token was drafted or written."""
+        ...
+
+    def rollback(self, num: int) -> None:
+        """The last num tokens were dropped."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What is to be read off one row of logits.
 
     output: the choice's output tokens before this position, drafts included. position: output position.
     draft: a token whose probability is wanted. small_penalty: the routing's small_repetition_penalty.
-    banned: token ids that may not come yet (min_tokens).
+    banned: token ids that may not come yet (min_tokens). mask: a grammar's allowed tokens, bool [vocab].
     """
 
     sampling: Sampling
@@ -43,11 +60,13 @@ class Ask:
     draft: int | None = None
     small_penalty: float = 1.0
     banned: tuple[int, ...] = ()
+    mask: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether A is the untouched softmax of the logits."""
-        return not (self.sampling.shapes_logits or self.banned or self.small_penalty != 1.0)
+        shaped = self.sampling.shapes_logits or self.banned or self.small_penalty != 1.0
+        return not shaped and self.mask is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +129,7 @@ def read(logits: Tensor, asks: Sequence[Ask]) -> list[Reading]:
 
 
 def shape(logits: Tensor, ask: Ask) -> Tensor:
-    """One position's logits [vocab] after penalties, bias and bans.
+    """One position's logits [vocab] after penalties, bias, bans and grammar.
 
     Repetition penalty as in CTRL (Keskar 2019): over prompt and output, positive logits divided, negative
     multiplied. Presence and frequency penalties as OpenAI defines them: over the output.
@@ -131,6 +150,8 @@ def shape(logits: Tensor, ask: Ask) -> Tensor:
         out[token] += bias
     if ask.banned:
         out[list(ask.banned)] = float("-inf")
+    if ask.mask is not None:
+        out.masked_fill_(~ask.mask[: out.numel()].to(out.device), float("-inf"))
     return out
 
 
