@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import hashlib
 import json
 import threading
@@ -31,13 +32,15 @@ class Tokenizer:
     """
 
     def __init__(self, hf: Any, eos_ids: Iterable[int]) -> None:
-        # Calls through transformers set truncation, padding and special-token flags on the tokenizer they
-        # share, so threads would see each other's settings; this copy is never changed after this line.
-        self._fast = tokenizers.Tokenizer.from_str(hf.backend_tokenizer.to_str())
+        self._hf = hf
+        # Encoding through transformers sets truncation, padding and special-token flags on the tokenizer
+        # underneath, which threads share; so we encode with that one directly and never through
+        # transformers, but for `_sanitized`, a copy of its own behind a lock.
+        self._fast = hf.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._hf = hf
-        self._hf_lock = threading.Lock()
+        self._sanitizer: Any = None
+        self._sanitizer_lock = threading.Lock()
         spec = json.loads(self._fast.to_str())
         added = self._fast.get_added_tokens_decoder()
         self._bytes = _all_token_bytes(self._fast, spec, {i: t.content for i, t in added.items()})
@@ -94,19 +97,21 @@ class Tokenizer:
         try:
             # json escapes quotes and backslashes; a control token that has either is looked for escaped.
             if any(json.dumps(c, ensure_ascii=False)[1:-1] in given for c in self._control):
-                with self._hf_lock:
-                    ids = self._hf.apply_chat_template(
-                        conversation,
-                        tokenize=True,
-                        return_dict=False,
-                        sanitize_control_tokens=True,
-                        **options,
-                    )
-                return [int(i) for i in ids]
+                return self._sanitized(conversation, options)
             text = self._hf.apply_chat_template(conversation, tokenize=False, **options)
         except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _sanitized(self, conversation: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """As `chat`, with the control tokens inside messages taken as text."""
+        with self._sanitizer_lock:
+            if self._sanitizer is None:
+                self._sanitizer = copy.deepcopy(self._hf)
+            ids = self._sanitizer.apply_chat_template(
+                conversation, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+            )
+        return [int(i) for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes the token adds to the text; a control token's name, nothing for an unknown id."""
@@ -198,10 +203,15 @@ def _fingerprint(spec: Mapping[str, Any]) -> str:
     """sha256 over vocabulary, merges and added tokens of a tokenizer.json."""
     model = spec["model"]
     vocab = model["vocab"]
-    pieces = sorted(vocab.items(), key=lambda kv: kv[1]) if isinstance(vocab, dict) else vocab
-    added = sorted((t["id"], t["content"], t["special"]) for t in spec["added_tokens"])
-    told = json.dumps([model.get("type"), pieces, model.get("merges"), added], separators=(",", ":"))
-    return hashlib.sha256(told.encode()).hexdigest()
+    if isinstance(vocab, dict):
+        pieces = [f"{i} {piece}" for piece, i in sorted(vocab.items(), key=lambda kv: kv[1])]
+    else:
+        pieces = [repr(piece) for piece in vocab]
+    merges = [" ".join(m) if isinstance(m, list) else m for m in model.get("merges") or ()]
+    added = sorted(f"{t['id']} {t['special']} {t['content']}" for t in spec["added_tokens"])
+    # Pieces hold no control bytes in any format, so these separators keep the lists apart.
+    told = "\x01".join("\x00".join(part) for part in (pieces, merges, added))
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -232,15 +242,17 @@ def _all_token_bytes(
         d["type"] == "Replace" and d["pattern"].get("String") == METASPACE
         for d in _decoders(spec.get("decoder"))
     )
-    byte_of = _byte_of_char()
+    byte_of = _byte_of_char().__getitem__
     anchor = next((i for i, t in names.items() if i not in added and t.isalnum()), None)
     before = fast.decode([anchor]) if anchor is not None else ""
     for i, name in names.items():
         if i in added:
             out[i] = added[i].encode("utf-8", "replace")
         elif "ByteLevel" in kinds:
-            known = all(c in byte_of for c in name)
-            out[i] = bytes(byte_of[c] for c in name) if known else name.encode("utf-8", "replace")
+            try:
+                out[i] = bytes(map(byte_of, name))
+            except KeyError:
+                out[i] = name.encode("utf-8", "replace")
         elif spaced or "ByteFallback" in kinds:
             out[i] = _sentencepiece_bytes(name, "ByteFallback" in kinds)
         elif anchor is None:
