@@ -1,0 +1,171 @@
+"""The step panel: one step's token, rules, both models' top tokens and numbers, as escaped HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from gateway.policy import Policy
+from replay_ui.pieces import alone
+from replay_ui.rules import Verdict, verdict
+from replay_ui.steps import Steps
+from replay_ui.view import DASH, inert, markup, number
+
+OUTCOMES = {
+    "kept": "kept without being checked",
+    "accepted": "drafted, and the large model let it stand",
+    "recovered": "the large model's token after it rejected a draft",
+    "bonus": "the large model's token after a full draft",
+    "large": "left to the large model",
+    "forced": "given, not decoded (before the fork)",
+    "rejected": "drafted, and the large model refused it",
+    "discarded": "drafted, but never examined: an earlier draft was refused or the answer had ended",
+}
+
+
+def wanted_ids(steps: Steps, position: int) -> list[int]:
+    """Token ids whose text the panel needs and this trace does not hold."""
+    row = steps.row(position)
+    known = set(steps.column("token_id"))
+    ids = [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
+    ids += [row[name] for name in ("small_choice", "large_choice") if row.get(name) is not None]
+    return [i for i in dict.fromkeys(ids) if i not in known]
+
+
+def token_names(steps: Steps, texts: Mapping[int, str]) -> dict[int, str]:
+    """Marked text of every token id that is known."""
+    names = {token: alone(text.encode("utf-8", "replace"), 40) for token, text in texts.items()}
+    ids = steps.column("token_id")
+    names.update({ids[i]: alone(token, 40) for i, token in enumerate(steps.tokens) if ids[i] is not None})
+    return names
+
+
+def card(policy: Policy | None, steps: Steps, position: int, names: Mapping[int, str]) -> str:
+    """The whole panel for the step at position."""
+    row = steps.row(position)
+    outcome, tier = str(row.get("outcome")), str(row.get("tier"))
+    token = alone(steps.tokens[position], 2000)
+    where = f"step {row.get('idx')}"
+    if outcome in {"rejected", "discarded"}:
+        where += f", draft {(row.get('draft_pos') or 0) + 1}"
+    title = (
+        f'<div class="tt-title"><b>{where}</b><code>{markup(token)}</code>'
+        f'<span class="tt-tier {escape(tier)}">{escape(tier)}</span>'
+        f'<span title="{escape(OUTCOMES.get(outcome, ""))}">{escape(outcome)}</span>{_audit(row)}</div>'
+    )
+    tops = (
+        f'<div class="tt-tops">{_bars("small", row, names, row.get("small_choice"), row.get("token_id"))}'
+        f"{_bars('large', row, names, row.get('large_choice'), row.get('token_id'))}</div>"
+    )
+    return (
+        f'<div class="tt-card">{title}'
+        f"{_rules(verdict(policy, row) if policy else None, row, steps, position)}{tops}{_numbers(row)}</div>"
+    )
+
+
+def _audit(row: Mapping[str, Any]) -> str:
+    agrees, source = row.get("audit_agrees"), row.get("audit_source") or "not audited"
+    if agrees is None:
+        return '<span class="tt-dim">not audited</span>'
+    if agrees:
+        return f'<span class="tt-good" title="audit source: {escape(source)}">✓ the large model agrees</span>'
+    return (
+        f'<span class="tt-bad" title="audit source: {escape(source)}">✗ the large model wanted another</span>'
+    )
+
+
+def _rules(found: Verdict | None, row: Mapping[str, Any], steps: Steps, position: int) -> str:
+    if found is None:
+        return '<div class="tt-rules tt-dim">The policy of this trace is not readable by this version.</div>'
+    if not found.rules:
+        said = "No rule decided this row."
+        if row.get("outcome") == "recovered":
+            before = steps.rejected_before(position)
+            if before is not None:
+                said = (
+                    "Here the large model refused the draft "
+                    f"<code>{markup(alone(steps.tokens[before], 40))}</code> and wrote its own token."
+                )
+        elif row.get("outcome") == "forced":
+            said = "This token was given: it lies before the fork."
+        return f'<div class="tt-rules tt-dim">{said}</div>'
+    cells = ""
+    for rule in found.rules:
+        fired = rule.verdict in {"keep", "defer"}
+        kind = f"fired {rule.verdict}" if fired else "quiet" if rule.verdict == "no" else "unreached"
+        says = f"→ {rule.verdict}" if fired else rule.verdict
+        cells += (
+            f'<div class="{kind}"><small>{escape(rule.name)}</small> {escape(rule.text)} '
+            f"<em>{escape(says)}</em></div>"
+        )
+    mark = {
+        True: '<div class="tt-dim">✓ decided anew: the same</div>',
+        False: '<div class="tt-bad">✗ decided anew: differs from the tape</div>',
+        None: '<div class="tt-dim">inputs not recorded in full</div>',
+    }[found.agrees]
+    return f'<div class="tt-rules">{cells}{mark}</div>'
+
+
+def _bars(
+    who: str, row: Mapping[str, Any], names: Mapping[int, str], choice: int | None, token: int | None
+) -> str:
+    ids, logprobs = row.get(f"{who}_topk_ids") or [], row.get(f"{who}_topk_logprobs") or []
+    if not ids:
+        why = "was not asked here" if who == "small" else "has not seen this token"
+        return f'<div><div class="tt-who">{who}</div><div class="tt-dim">The {who} model {why}.</div></div>'
+    lines = ""
+    for i, logprob in zip(ids, logprobs, strict=False):
+        p = math.exp(min(logprob, 0.0))
+        marks = ("tt-chosen " if i == choice else "") + ("tt-written" if i == token else "")
+        lines += (
+            f'<div class="tt-bar {marks}" title="id {i}, log-probability {logprob:.3f} nats">'
+            f"<code>{markup(names.get(i, f'#{i}'))}</code>"
+            f'<span><u class="{who}" style="width:{p * 100:.1f}%"></u></span><b>{p:.3f}</b></div>'
+        )
+    return f'<div><div class="tt-who">{who} model\'s top tokens</div>{lines}</div>'
+
+
+def _numbers(row: Mapping[str, Any]) -> str:
+    latency = row.get("latency_us")
+    facts = [
+        ("gap", number(row.get("gap"), 3), "small model: top token's probability minus the runner-up's"),
+        ("entropy", f"{number(row.get('entropy'))} nats", "of the small model's distribution"),
+        ("p large", number(row.get("p_large"), 3), "the large model's probability of this token"),
+        ("acceptance", number(row.get("ema_acceptance")), "running share of drafts that stood"),
+        (
+            "drafted",
+            f"{row.get('draft_pos', DASH)} of {row.get('draft_limit', DASH)}",
+            "waiting drafts, limit",
+        ),
+        ("run", f"{row.get('run_length', DASH)}", "tokens in a row not written by the large model"),
+        (
+            "pass",
+            f"{row.get('pass_id', DASH)}, {row.get('batch_rows', DASH)} rows",
+            "model pass, rows in it",
+        ),
+        ("latency", DASH if latency is None else f"{latency / 1000:.1f} ms", "since the commit before"),
+        ("KV", f"{row.get('small_kv', DASH)} / {row.get('large_kv', DASH)}", "tokens cached: small / large"),
+        ("round", f"{row.get('round', DASH)}, tick {row.get('tick', DASH)}", "draft round, engine tick"),
+    ]
+    cells = "".join(
+        f'<span title="{escape(why)}"><small>{name}</small> {escape(str(text))}</span>'
+        for name, text, why in facts
+    )
+    return f'<div class="tt-numbers">{cells}</div>'
+
+
+def prompt(summary: Mapping[str, Any], limit: int = 4000) -> str | None:
+    """The prompt as inert HTML, cut at limit characters; None where it was not recorded."""
+    text = summary.get("prompt_text") or summary.get("prompt_preview")
+    if not text:
+        return None
+    lines = "<br>".join(inert(line, limit) for line in str(text)[:limit].split("\n"))
+    more = len(str(text)) - limit
+    cut = (
+        f'<p class="tt-dim">… {more:,} more characters: export the trace to read them.</p>'
+        if more > 0
+        else ""
+    )
+    return f'<div class="tt-prompt">{lines}{cut}</div>'

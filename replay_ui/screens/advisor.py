@@ -1,0 +1,5 @@
+"""advisor"""
+
+
+def page() -> None:
+    pass

@@ -1,0 +1,5 @@
+"""alerts"""
+
+
+def page() -> None:
+    pass

@@ -1,0 +1,5 @@
+"""compare"""
+
+
+def page() -> None:
+    pass

@@ -1,0 +1,5 @@
+"""live"""
+
+
+def page() -> None:
+    pass

@@ -1,0 +1,5 @@
+"""reviews"""
+
+
+def page() -> None:
+    pass

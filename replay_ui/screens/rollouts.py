@@ -1,0 +1,5 @@
+"""rollouts"""
+
+
+def page() -> None:
+    pass
