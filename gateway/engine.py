@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import structlog
-from torch import Tensor
 
 from gateway.accept import num_accepted
 from gateway.cache import BlockPool
@@ -35,9 +34,9 @@ from gateway.core import (
     Tier,
     Timings,
 )
+from gateway.layout import Feed, Forward
 from gateway.load import Load
 from gateway.lookup import AnswerStore, NgramIndex
-from gateway.models import Feed
 from gateway.policy import History, decide, decide_lookup
 from gateway.prefix import Kept, PrefixCache
 from gateway.request import Request
@@ -69,7 +68,7 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def forward(self, feeds: list[Feed]) -> Tensor: ...
+    def forward(self, feeds: list[Feed]) -> Forward: ...
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None: ...
 
@@ -289,9 +288,10 @@ class Engine:
             first = start + num - wanted + 1 - row.num_prompt
             asks.append([row.ask(plan.tier, first + i) for i in range(wanted)])
         began = time.perf_counter()
-        logits = self.models[plan.tier].forward(feeds)[:, : self.vocab_size]
+        logits, attn_entropy = self.models[plan.tier].forward(feeds)
         ms = (time.perf_counter() - began) * 1e3
-        flat = iter(read(logits, [ask for row_asks in asks for ask in row_asks]))
+        logits = logits[:, : self.vocab_size]
+        flat = iter(read(logits, [ask for row_asks in asks for ask in row_asks], attn_entropy))
         views = [[(ask.position, next(flat)) for ask in row_asks] for row_asks in asks]
         ended = time.perf_counter()
         self.num_passes += 1

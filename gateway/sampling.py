@@ -83,7 +83,7 @@ class Reading:
 
 
 @torch.inference_mode()
-def read(logits: Tensor, asks: Sequence[Ask]) -> list[Reading]:
+def read(logits: Tensor, asks: Sequence[Ask], attn_entropy: Tensor | None = None) -> list[Reading]:
     """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place.
 
     In inference mode because the models' logits are inference tensors, which may only be written there.
@@ -106,10 +106,12 @@ def read(logits: Tensor, asks: Sequence[Ask]) -> list[Reading]:
         dim=1,
     ).tolist()
     argmax = logits.argmax(dim=-1).tolist()
+    entropies = None if attn_entropy is None else attn_entropy.tolist()
     ids, logprobs = top.indices.tolist(), top_logprobs.tolist()
     readings = []
     for i, ask in enumerate(asks):
-        token, p_token, allowed = argmax[i], numbers[i][0], numbers[i][3] > 0.0
+        p1, gap, entropy, of_draft = numbers[i]
+        token, p_token, allowed = argmax[i], p1, of_draft > 0.0
         if ask.sampling.temperature > 0:
             log_p = log_distribution(logits[i], ask.sampling)
             token = draw(log_p, ask.sampling.seed, ask.choice, ask.position)
@@ -119,9 +121,9 @@ def read(logits: Tensor, asks: Sequence[Ask]) -> list[Reading]:
             Reading(
                 token=token,
                 p_token=p_token,
-                signals=Signals(*numbers[i][:3]),
+                signals=Signals(p1, gap, entropy, None if entropies is None else entropies[i]),
                 topk=TopK(tuple(ids[i][: ask.num_topk]), tuple(logprobs[i][: ask.num_topk])),
-                p_draft=None if ask.draft is None else numbers[i][3],
+                p_draft=None if ask.draft is None else of_draft,
                 allowed=ask.draft is not None and allowed,
             )
         )

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from gateway.cache import BlockPool
-from gateway.core import AuditStatus, Delta, Finished, Sampling, Step, Tick
+from gateway.core import (
+    AuditStatus,
+    Delta,
+    Finished,
+    FinishReason,
+    Mode,
+    Outcome,
+    Sampling,
+    Step,
+    Tick,
+    Tier,
+)
 from gateway.engine import Engine
-from gateway.models import Feed
-from gateway.policy import Policy
+from gateway.layout import Feed, Forward
+from gateway.policy import Policy, f32
 from gateway.request import Request
 from gateway.scheduler import Scheduler
 
@@ -64,7 +77,7 @@ class ScriptedModel:
         self.feeds: list[list[Feed]] = []
         self.error: Exception | None = None
 
-    def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
+    def forward(self, feeds: Sequence[Feed]) -> Forward:
         self.feeds.append(list(feeds))
         if self.error is not None:
             raise self.error
@@ -75,7 +88,13 @@ class ScriptedModel:
                 self.store[self._at(feed, position)] = token
             context = tuple(self.store[self._at(feed, p)] for p in range(end))
             out += [self.logits(context[: p + 1]) for p in range(end - feed.num_logits, end)]
-        return torch.tensor(out, dtype=torch.float32).reshape(len(out), self.vocab_size)
+        logits = torch.tensor(out, dtype=torch.float32).reshape(len(out), self.vocab_size)
+        return Forward(logits, torch.zeros(len(out)))
+
+    def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
+        for p in range(length):
+            block, offset = p // self.block_size, p % self.block_size
+            self.store[target[block], offset] = self.store[source[block], offset]
 
     def _at(self, feed: Feed, position: int) -> tuple[int, int]:
         return feed.blocks[position // self.block_size], position % self.block_size
@@ -192,6 +211,11 @@ class Answer:
         """All rows in seq order, in their last restated form."""
         return [self.rows[seq] for seq in sorted(self.rows)]
 
+    @property
+    def output(self) -> list[Step]:
+        """The rows of the tape that are the output, in their last form."""
+        return [step for step in self.tape if step.written]
+
     def take(self, delta: Delta) -> None:
         assert self.finished is None, "a delta after the last one"
         self.text += delta.text
@@ -226,8 +250,8 @@ class Gathered(dict[tuple[str, int], Answer]):
             answer.audit = choice.audit
 
 
-def decode(engine: Engine, requests: Iterable[Request], max_ticks: int = 5000) -> Gathered:
-    """Run requests to their end, together; the engine must be idle and its pool whole afterwards."""
+def decode(engine: Engine, requests: Sequence[Request], max_ticks: int = 5000) -> Gathered:
+    """Run requests to their end, together, and check what must hold of every answer."""
     got = Gathered()
     for request in requests:
         engine.check(request)
@@ -238,7 +262,70 @@ def decode(engine: Engine, requests: Iterable[Request], max_ticks: int = 5000) -
         got.take(engine.tick())
     assert engine.idle, "the engine did not finish"
     assert engine.pool.num_free == engine.pool.num_blocks, "KV blocks leaked"
+    for request in requests:
+        check_tape(request, got[request.id, request.choice])
     return got
+
+
+def check_tape(request: Request, answer: Answer) -> None:
+    """What the tape of any answer must satisfy, whatever the mode, the rule and the company."""
+    policy, done, rows = request.policy, answer.finished, answer.tape
+    assert done is not None
+    assert answer.audit is not None, "never settled"
+    assert [row.seq for row in rows] == list(range(len(rows)))
+    output = answer.output
+    assert [row.token_id for row in output] == answer.tokens
+    assert [row.idx for row in output] == list(range(len(output)))
+    counts = done.counts
+    by_tier = Counter(row.tier for row in output)
+    assert (counts.small_tokens, counts.large_tokens, counts.lookup_tokens) == tuple(
+        by_tier[t] for t in (Tier.SMALL, Tier.LARGE, Tier.LOOKUP)
+    )
+    assert counts.completion_tokens == len(output) <= request.sampling.max_tokens
+    drafts = [row for row in rows if row.outcome in (Outcome.ACCEPTED, Outcome.REJECTED)]
+    assert counts.num_accepted_draft_tokens == sum(row.outcome is Outcome.ACCEPTED for row in drafts)
+    assert counts.num_draft_tokens >= len(drafts)
+
+    for row in rows:
+        if row.outcome is Outcome.REJECTED:
+            after = next(r for r in rows if r.seq > row.seq and r.outcome is not Outcome.DISCARDED)
+            assert (after.outcome, after.idx, after.round) == (Outcome.RECOVERED, row.idx, row.round)
+        if row.tier is Tier.LARGE and row.outcome is not Outcome.FORCED:
+            assert row.token_id == row.large_choice
+        if row.tier is Tier.SMALL and row.outcome is not Outcome.FORCED:
+            assert row.token_id == row.small_choice
+        if row.outcome in (
+            Outcome.ACCEPTED,
+            Outcome.REJECTED,
+            Outcome.RECOVERED,
+            Outcome.BONUS,
+            Outcome.LARGE,
+        ):
+            assert row.p_large is not None
+            assert row.large_topk is not None
+        assert (row.action is None) == (row.reason is None)
+        numbers = [row.ema_acceptance, row.guard_value, row.score, row.p_large, row.probe_u]
+        if row.signals is not None:
+            numbers += [row.signals.top1_p, row.signals.gap, row.signals.entropy]
+        assert all(x is None or f32(x) == x for x in numbers), "not a float32"
+    if policy.mode is Mode.ROUTED:
+        forced = sum(row.outcome is Outcome.FORCED for row in output)
+        assert all(row.tier is Tier.LARGE for row in output[forced : max(forced, policy.protect_first)])
+        if policy.large_token_budget is None:
+            runs = [
+                len(list(g)) for large, g in groupby(row.tier is Tier.LARGE for row in output) if not large
+            ]
+            assert max(runs, default=0) <= max(policy.max_small_run, forced)
+        else:
+            assert counts.large_tokens <= policy.large_token_budget
+    ended_well = done.reason in (FinishReason.STOP, FinishReason.LENGTH)
+    if ended_well and policy.mode.runs_small:
+        for row in output:
+            assert row.signals is not None
+            assert row.small_choice is not None
+            assert row.small_topk is not None
+    if answer.audit is AuditStatus.COMPLETE:
+        assert all(row.large_choice is not None for row in output)
 
 
 def decode_one(engine: Engine, request: Request) -> Answer:

@@ -16,7 +16,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from gateway.models import CausalLM, Feed
+from gateway.layout import Feed
+from gateway.models import CausalLM
+from gateway.torch_decoder import TorchDecoder
 
 VOCAB = 97
 DIMS: dict[str, Any] = {
@@ -61,7 +63,7 @@ class Pair:
         self.texts = torch.randint(0, VOCAB, (4, 100)).tolist()
         with torch.no_grad():
             self.expected = hf(torch.tensor(self.texts)).logits
-        self.ours = CausalLM(hf, torch.device("cpu"))
+        self.ours = CausalLM(TorchDecoder(hf))
         self.ours.allocate(-(-128 // block_size) * 4, block_size)
         per_row = -(-128 // block_size)
         self.blocks = [tuple(range(i * per_row, (i + 1) * per_row)) for i in range(4)]
@@ -71,7 +73,7 @@ class Pair:
 
     def check(self, feeds: Sequence[tuple[int, int, int, int]]) -> None:
         """Feeds of (row, start, end, num_logits): the logits are transformers' at those positions."""
-        got = self.ours.forward([self.feed(*f) for f in feeds])
+        got = self.ours.forward([self.feed(*f) for f in feeds]).logits
         want = [self.expected[row, end - num : end] for row, _, end, num in feeds]
         torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
 
@@ -112,13 +114,13 @@ def test_rows_over_several_blocks(block_size: int) -> None:
 
 
 def test_nothing_wanted_gives_no_logits(pair: Pair) -> None:
-    assert pair.ours.forward([pair.feed(0, 0, 9, 0)]).shape == (0, VOCAB)
+    assert pair.ours.forward([pair.feed(0, 0, 9, 0)]).logits.shape == (0, VOCAB)
 
 
 def test_forward_needs_a_cache() -> None:
     hf = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32)
     with pytest.raises(RuntimeError, match="allocate"):
-        CausalLM(hf, torch.device("cpu")).forward([Feed((0,), 0, [1], 1)])
+        CausalLM(TorchDecoder(hf)).forward([Feed((0,), 0, [1], 1)])
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,12 @@ def test_forward_needs_a_cache() -> None:
 )
 def test_weights_that_the_forward_would_leave_out_are_refused(config: PreTrainedConfig) -> None:
     with pytest.raises(ValueError, match="bias"):
-        CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32), torch.device("cpu"))
+        TorchDecoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def test_a_folder_loads_in_the_asked_dtype(tmp_path, tiny_pair) -> None:
     model = CausalLM.load(tiny_pair.folder / "large", dtype=torch.bfloat16)
-    assert (model.dtype, model.cache_shape.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert model.cache_shape.dtype == torch.bfloat16
     model.allocate(1, 32)
-    logits = model.forward([Feed((0,), 0, [1, 2, 3], 1)])
+    logits = model.forward([Feed((0,), 0, [1, 2, 3], 1)]).logits
     assert (logits.dtype, logits.shape) == (torch.float32, (1, model.vocab_size))

@@ -1,0 +1,94 @@
+"""The decoder forward on the int8 CPU kernels: quantized once at load, one operator call a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gateway import kernels
+from gateway.cache import CacheShape, KVCache
+from gateway.layout import Forward, Layout
+from gateway.torch_decoder import Layer, head_dim, take_layer
+
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary variants whose angles depend on the position alone, so that one table serves every length."""
+
+MOST_POSITIONS = 32768
+"""Rows of the rotary table; longer contexts than this do not fit a CPU's patience."""
+
+
+class Int8Decoder:
+    """Weights of a Hugging Face model in int8 groups of 128, activations quantized per token; KV in bfloat16.
+
+    A token's result does not depend, in any bit, on its neighbours in the pass or on how the text was cut
+    into passes. Raises ValueError for models the kernels cannot run, RuntimeError where they are not built.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        config = hf.config
+        if not kernels.available():
+            raise RuntimeError("the int8 kernels could not be built on this machine")
+        shape = kernels.DecoderShape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim(config),
+            norm_eps=config.rms_norm_eps,
+            attention_scale=head_dim(config) ** -0.5,
+        )
+        rotary = hf.model.rotary_emb
+        if rotary.rope_type not in STATIC_ROPE:
+            raise ValueError(f"rope type {rotary.rope_type!r} is not supported by the int8 kernels")
+        positions = min(config.max_position_embeddings, MOST_POSITIONS)
+        embed = hf.model.embed_tokens.weight.detach()
+        cos, sin = rotary(embed.new_empty(1, dtype=torch.float32), torch.arange(positions)[None])
+        half = cos.shape[-1] // 2
+        head = kernels.quantize_weight(hf.lm_head.weight)
+        self.device = torch.device("cpu")
+        self.vocab_size: int = config.vocab_size
+        self.cache_shape = CacheShape(
+            config.num_hidden_layers, config.num_key_value_heads, head_dim(config), torch.bfloat16
+        )
+        self._decoder = kernels.Decoder(
+            shape,
+            embed=embed,
+            cos=cos[0, :, :half].float().contiguous(),
+            sin=sin[0, :, :half].float().contiguous(),
+            final_norm=hf.model.norm.weight.detach().float(),
+            head=head,
+            layers=[_quantize(take_layer(layer)) for layer in hf.model.layers],
+        )
+
+    def __call__(self, layout: Layout, cache: KVCache) -> Forward:
+        """One pass over the flat tokens of `layout`."""
+        logits, attn_entropy = self._decoder.forward(
+            layout.tokens,
+            layout.positions,
+            layout.rows,
+            layout.block_table(),
+            cache.keys,
+            cache.values,
+            layout.wanted,
+        )
+        return Forward(logits, attn_entropy)
+
+
+def _quantize(layer: Layer) -> kernels.LayerWeights:
+    return kernels.LayerWeights(
+        input_norm=layer.input_norm.float(),
+        post_norm=layer.post_norm.float(),
+        qkv=kernels.quantize_weight(layer.qkv),
+        o=kernels.quantize_weight(layer.out),
+        gate_up=kernels.quantize_weight(layer.gate_up),
+        down=kernels.quantize_weight(layer.down),
+        qkv_bias=_float(layer.qkv_bias),
+        q_norm=_float(layer.q_norm),
+        k_norm=_float(layer.k_norm),
+    )
+
+
+def _float(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.float()
