@@ -12,16 +12,23 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from logs.schema import REQUESTS, names
+from logs.schema import REQUESTS, VERSION, names, version_of
+from logs.segments import FOLDER, Segment, found, listed, spanning
+from logs.summary import by_trace, summary
+from logs.tape import FILE
 
 PREVIEW_CHARS = 200
 REPLAY_TRACES = 256
 """Traces fetched at once while streaming the whole tape."""
+FIRST_SEGMENTS = 4
+"""Segments looked into for a page before more are opened."""
 
 _HEAVY = ("prompt_ids", "prompt_text", "answer_text", "params")
 _JSON = ("policy", "sampling", "params", "stop")
+_ALL_COLUMNS = names("requests")
 _LIST_COLUMNS = tuple(c.name for c in REQUESTS if c.name not in _HEAVY)
 _STEP_COLUMNS = tuple(name for name in names("steps") if name != "trace_no")
+_LATEST = 2**63 - 1
 
 
 class BadCursor(ValueError):
@@ -65,30 +72,44 @@ class TraceFilter:
 
 
 class Reader:
-    """Reads the tape behind an open DuckDB connection; safe to call from any thread.
+    """Reads the tape, live tables and segments as one; for any thread.
 
-    sync is called before each query, so that what the writer was handed is seen.
+    cursor gives a DuckDB connection for one call. sync is called before each query, so that what the writer
+    was handed is seen. live_version: schema version of the live tables, None where there are none.
     """
 
     def __init__(
         self,
-        connection: duckdb.DuckDBPyConnection,
+        cursor: Callable[[], duckdb.DuckDBPyConnection],
         data_dir: Path,
         sync: Callable[[], object] | None = None,
+        live_version: int | None = VERSION,
+        close: Callable[[], None] | None = None,
     ) -> None:
-        self._connection = connection
+        self._new_cursor = cursor
+        self._close = close
         self._data_dir = data_dir
         self._sync = sync
+        self._live_version = live_version
 
     @classmethod
     def open(cls, data_dir: Path) -> Reader:
-        """A reader of a tape that no gateway holds; raises duckdb.IOException where one does."""
-        path = data_dir / "tape.duckdb"
-        return cls(duckdb.connect(str(path), read_only=True), data_dir)
+        """A reader of a tape that no gateway holds, or of its segments where there is no live file.
+
+        Never writes: a read-only directory will do. Raises duckdb.IOException where a gateway has it.
+        """
+        path = data_dir / FILE
+        if not path.exists() and (data_dir / FOLDER).is_dir():
+            connection, version = duckdb.connect(), None
+        else:
+            connection = duckdb.connect(str(path), read_only=True)
+            version = version_of(connection)
+        return cls(connection.cursor, data_dir, live_version=version, close=connection.close)
 
     def close(self) -> None:
         """Close a connection that `open` made."""
-        self._connection.close()
+        if self._close is not None:
+            self._close()
 
     def traces(
         self, limit: int = 50, cursor: str | None = None, filters: TraceFilter | None = None
@@ -97,41 +118,26 @@ class Reader:
 
         Raises BadCursor. A summary is as `trace` gives it, without prompt, answer and parameters.
         """
-        where, values = (filters or TraceFilter()).where()
         query = self._cursor()
-        found = query.execute(
-            f"SELECT trace_no FROM requests WHERE {where} AND trace_no < ?"
-            " GROUP BY trace_no ORDER BY trace_no DESC LIMIT ?",
-            [*values, _before(cursor), limit + 1],
-        ).fetchall()
-        numbers = [number for (number,) in found[:limit]]
-        rows = _rows(
-            query,
-            f"SELECT {', '.join(_LIST_COLUMNS)}, left(answer_text, {PREVIEW_CHARS}) AS answer_preview"
-            " FROM requests WHERE trace_no IN (SELECT unnest(?)) ORDER BY trace_no DESC, choice",
-            [numbers],
-        )
-        page = [_summary(choices) for choices in _by_trace(rows)]
-        return page, str(numbers[-1]) if len(found) > limit else None
+        numbers = self._page(query, limit + 1, _before(cursor), filters or TraceFilter())
+        page = numbers[:limit]
+        rows = self._requests(query, _LIST_COLUMNS, page)
+        return [summary(choices) for choices in by_trace(rows)], str(page[-1]) if numbers[limit:] else None
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
         """One trace's summary: its first choice's columns, totals over choices, every choice; or None."""
         rows = self.choices(request_id)
-        return _summary(rows) if rows else None
+        return summary(rows) if rows else None
 
     def choices(self, request_id: str) -> list[dict[str, Any]]:
         """The requests rows of a trace, by choice; JSON columns parsed."""
-        return _rows(
-            self._cursor(),
-            f"SELECT *, left(answer_text, {PREVIEW_CHARS}) AS answer_preview FROM requests"
-            " WHERE request_id = ? ORDER BY choice",
-            [request_id],
-        )
+        query = self._cursor()
+        rows = self._requests(query, _ALL_COLUMNS, self._numbers(query, request_id))
+        return [row for row in rows if row["request_id"] == request_id]
 
     def has(self, request_id: str) -> bool:
-        """Whether a trace of that id was recorded."""
-        found = self._cursor().execute("SELECT 1 FROM requests WHERE request_id = ? LIMIT 1", [request_id])
-        return found.fetchone() is not None
+        """Whether a trace of that id is on the tape."""
+        return bool(self._numbers(self._cursor(), request_id))
 
     def steps(
         self,
@@ -143,57 +149,148 @@ class Reader:
     ) -> pa.Table:
         """The rows of a choice in seq order, output positions start <= idx < stop; empty if unknown."""
         query = self._cursor()
-        numbers = query.execute(
-            "SELECT trace_no FROM requests WHERE request_id = ? AND choice = ?", [request_id, choice]
-        ).fetchall()
-        bounds = [0 if start is None else start, 2**31 - 1 if stop is None else stop]
+        numbers = self._numbers(query, request_id)
+        span = (min(numbers), max(numbers)) if numbers else (-1, -1)
+        source = self._from("steps", _with(columns, "trace_no", "request_id", "choice", "idx", "seq"),
+                            self._holding(query, *span))  # fmt: skip
+        low, high = 0 if start is None else int(start), 2**31 - 1 if stop is None else int(stop)
         return _table(
             query,
-            f"SELECT {', '.join(columns)} FROM steps WHERE trace_no = ? AND request_id = ? AND choice = ?"
-            " AND idx >= ? AND idx < ? ORDER BY seq",
-            [numbers[0][0] if numbers else -1, request_id, choice, *bounds],
+            f"SELECT {', '.join(columns)} FROM {source} WHERE trace_no BETWEEN {span[0]} AND {span[1]}"
+            f" AND request_id = ? AND choice = ? AND idx >= {low} AND idx < {high} ORDER BY seq",
+            [request_id, choice],
         )
 
-    def every_choice(self, columns: Sequence[str]) -> Iterator[tuple[dict[str, Any], pa.Table]]:
-        """Every choice on the tape, oldest first, as its requests row and those columns of its steps."""
+    def every_choice(
+        self, columns: Sequence[str], filters: TraceFilter | None = None
+    ) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+        """Every choice the filters let through, oldest first: its requests row and columns of its steps."""
+        where, values = (filters or TraceFilter()).where()
+        query = self._cursor()
+        ends = sorted({segment.last_no for segment in self._segments(query)})
         last = 0
-        while True:
-            query = self._cursor()
-            found = query.execute(
-                "SELECT DISTINCT trace_no FROM requests WHERE trace_no > ? ORDER BY trace_no LIMIT ?",
-                [last, REPLAY_TRACES],
+        for end in (*ends, _LATEST):
+            while last < end:
+                query = self._cursor()
+                segments = self._holding(query, last + 1, end)
+                source = self._from("requests", (*_LIST_COLUMNS, *_FILTERED), segments)
+                rows = _rows(
+                    query,
+                    f"SELECT {', '.join(_LIST_COLUMNS)} FROM {source} WHERE trace_no IN"
+                    f" (SELECT DISTINCT trace_no FROM {source} WHERE {where} AND trace_no > {last}"
+                    f" AND trace_no <= {end} ORDER BY trace_no LIMIT {REPLAY_TRACES})"
+                    " ORDER BY trace_no, choice",
+                    values,
+                )
+                if not rows:
+                    break
+                first, last = rows[0]["trace_no"], rows[-1]["trace_no"]
+                steps = self._from("steps", _with(columns, "trace_no", "choice", "seq"), segments)
+                table = _table(
+                    query,
+                    f"SELECT trace_no AS _no, choice AS _choice, {', '.join(columns)} FROM {steps}"
+                    f" WHERE trace_no BETWEEN {first} AND {last} ORDER BY trace_no, choice, seq",
+                    [],
+                )
+                yield from _split(rows, table)
+            last = max(last, end)
+
+    def sql(self, table: str, columns: Sequence[str]) -> str:
+        """A relation over all of a table, live and segments, for queries of one's own with `query`."""
+        return self._from(table, columns, self._segments(self._cursor()))
+
+    def query(self, text: str, values: Sequence[object] = ()) -> pa.Table:
+        """The result of a query of one's own."""
+        return _table(self._cursor(), text, values)
+
+    def segments(self) -> list[Segment]:
+        """The closed parts of the tape, by first trace number."""
+        return self._segments(self._cursor())
+
+    def _page(
+        self, query: duckdb.DuckDBPyConnection, size: int, before: int, filters: TraceFilter
+    ) -> list[int]:
+        """The newest trace numbers below `before`, at most size, newest first."""
+        where, values = filters.where()
+        left = sorted(self._segments(query), key=lambda segment: -segment.last_no)
+        left = [segment for segment in left if segment.first_no < before]
+        numbers: list[int] = []
+        live, group = True, FIRST_SEGMENTS
+        # A full page is final once every segment not yet looked into is older than all of it.
+        while live or (left and not (len(numbers) == size and left[0].last_no < numbers[-1])):
+            source = self._from("requests", _FILTERED, left[:group], live=live)
+            rows = query.execute(
+                f"SELECT DISTINCT trace_no FROM {source} WHERE {where} AND trace_no < {before}"
+                f" ORDER BY trace_no DESC LIMIT {size}",
+                values,
             ).fetchall()
-            if not found:
-                return
-            span = [found[0][0], found[-1][0]]
-            last = span[1]
-            rows = _rows(
-                query,
-                f"SELECT {', '.join(_LIST_COLUMNS)} FROM requests WHERE trace_no BETWEEN ? AND ?"
-                " ORDER BY trace_no, choice",
-                span,
-            )
-            table = _table(
-                query,
-                f"SELECT trace_no AS _no, choice AS _choice, {', '.join(columns)} FROM steps"
-                " WHERE trace_no BETWEEN ? AND ? ORDER BY trace_no, choice, seq",
-                span,
-            )
-            yield from _split(rows, table)
+            numbers = sorted({*numbers, *(number for (number,) in rows)}, reverse=True)[:size]
+            left, live, group = left[group:], False, group * 2
+        return numbers
+
+    def _requests(
+        self, query: duckdb.DuckDBPyConnection, columns: Sequence[str], numbers: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """The requests rows of those traces, newest first, by choice."""
+        if not numbers:
+            return []
+        segments = [s for s in self._segments(query) if any(s.first_no <= n <= s.last_no for n in numbers)]
+        source = self._from("requests", _with(columns, "answer_text"), segments)
+        return _rows(
+            query,
+            f"SELECT {', '.join(columns)}, left(answer_text, {PREVIEW_CHARS}) AS answer_preview FROM {source}"
+            f" WHERE trace_no BETWEEN {min(numbers)} AND {max(numbers)}"
+            f" AND trace_no IN ({', '.join(map(str, numbers))}) ORDER BY trace_no DESC, choice",
+            [],
+        )
+
+    def _numbers(self, query: duckdb.DuckDBPyConnection, request_id: str) -> list[int]:
+        """The trace numbers behind an id: one, unless choices were admitted very far apart."""
+        if self._live_version is None:
+            source = self._from("requests", ("request_id", "trace_no"), self._segments(query))
+        else:
+            live = "SELECT request_id, trace_no FROM requests"
+            source = f"({live} UNION ALL SELECT request_id, trace_no FROM moved)"
+        rows = query.execute(f"SELECT DISTINCT trace_no FROM {source} WHERE request_id = ?", [request_id])
+        return [number for (number,) in rows.fetchall()]
+
+    def _from(
+        self, table: str, columns: Sequence[str], segments: Iterable[Segment], live: bool = True
+    ) -> str:
+        version = self._live_version if live else None
+        return spanning(table, tuple(dict.fromkeys(columns)), segments, self._data_dir, version)
+
+    def _segments(self, query: duckdb.DuckDBPyConnection) -> list[Segment]:
+        return found(self._data_dir) if self._live_version is None else listed(query)
+
+    def _holding(self, query: duckdb.DuckDBPyConnection, first: int, last: int) -> list[Segment]:
+        """The segments that may hold trace numbers first..last."""
+        return [s for s in self._segments(query) if s.first_no <= last and first <= s.last_no]
 
     def _cursor(self) -> duckdb.DuckDBPyConnection:
         if self._sync is not None:
             self._sync()
-        return self._connection.cursor()
+        return self._new_cursor()
+
+
+_FILTERED = (
+    "trace_no", "request_id", "arm", "finish_reason", "received", "prompt_text", "answer_text", "guard_hits",
+    "draft_acceptance_rate",
+)  # fmt: skip
+"""The columns that TraceFilter reads."""
 
 
 def _given(value: Any) -> list[Any] | None:
     return None if value is None else [value]
 
 
+def _with(columns: Sequence[str], *needed: str) -> tuple[str, ...]:
+    return (*columns, *needed)
+
+
 def _before(cursor: str | None) -> int:
     if cursor is None:
-        return 2**63 - 1
+        return _LATEST
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
         raise BadCursor(f"cursor {cursor[:40]!r} is not one that a page of traces returned")
     return int(cursor)
@@ -212,53 +309,6 @@ def _table(query: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object])
     relation = query.sql(sql, params=list(values))
     assert relation is not None
     return relation.to_arrow_table()
-
-
-def _by_trace(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    traces: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        traces.setdefault(row["request_id"], []).append(row)
-    return list(traces.values())
-
-
-_TOTALS = (
-    "completion_tokens",
-    "small_tokens",
-    "large_tokens",
-    "lookup_tokens",
-    "protected_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "guard_hits",
-    "large_passes",
-    "small_passes",
-    "audited_tokens",
-    "audit_agreements",
-)
-
-
-_OF_THE_REQUEST = (
-    "trace_no", "request_id", "endpoint", "model", "arm", "policy_name", "policy_hash", "policy", "params",
-    "num_topk", "parent", "forked_at", "small_model", "large_model", "small_hash", "large_hash",
-    "router_hash", "numerics", "version", "capture",
-)  # fmt: skip
-_PROMPT = ("prompt_ids", "prompt_text", "prompt_preview")
-
-
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Choice 0's columns, `totals` over all choices, and `choices`: what each has of its own."""
-    first = rows[0]
-    choices = [
-        {
-            name: value
-            for name, value in row.items()
-            if name not in _OF_THE_REQUEST and not (name in _PROMPT and value == first[name])
-        }
-        for row in rows
-    ]
-    totals = {name: sum(row[name] or 0 for row in rows) for name in _TOTALS}
-    return {**first, "num_choices": len(rows), "totals": totals, "choices": choices}
 
 
 def _split(rows: list[dict[str, Any]], table: pa.Table) -> Iterator[tuple[dict[str, Any], pa.Table]]:

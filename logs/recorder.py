@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -13,15 +14,18 @@ from queue import Empty, SimpleQueue
 import duckdb
 import structlog
 
-from gateway.core import PassRecord, Step, Tick
+from gateway.core import PassRecord, Settled, Step, Tick
 from gateway.request import Trace
 from logs.batch import Batch, Key, begin
 from logs.reader import Reader
+from logs.redact import Redact, RedactionFailed
 from logs.rows import Capture, Decode, Life
+from logs.segments import Segment, adopt
 from logs.tape import Tape, open_tape
+from logs.upkeep import Keep, Upkeep
 
-FINISHED_KEPT = 256
-"""Choices remembered after their end, so that a late audit still reaches their request row."""
+FINISHED_KEPT = 1024
+"""Choices remembered after their end until they settle, so that a late audit reaches their request row."""
 
 NUMBERS_KEPT = 20_000
 """Request ids whose trace number is remembered, for their later choices and late audits."""
@@ -48,6 +52,11 @@ class _Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class _Settled:
+    settled: list[Settled]
+
+
+@dataclass(frozen=True, slots=True)
 class _Barrier:
     reached: threading.Event
     stop: bool = False
@@ -70,6 +79,8 @@ class Recorder:
         flush_s: float = 0.25,
         capture: Capture = Capture.FULL,
         decode: Decode | None = None,
+        redact: Redact | None = None,
+        keep: Keep | None = None,
         on_flush: Callable[[float], None] | None = None,
     ) -> None:
         self.data_dir = data_dir
@@ -79,10 +90,12 @@ class Recorder:
         self.dropped: Counter[str] = Counter()
         self._tape: Tape = open_tape(data_dir)
         self.quarantined = tuple(self._tape.quarantined)
-        self._connection = self._tape.connection.cursor()
-        self._batch = Batch(self._connection, capture, decode)
+        self._connection = self._tape.cursor()
+        self._writing = threading.Lock()
+        adopt(self._connection, data_dir)
+        self._batch = Batch(capture, decode, redact)
         self._on_flush = on_flush
-        self._queue: SimpleQueue[_Admitted | _Ended | _Steps | _Barrier] = SimpleQueue()
+        self._queue: SimpleQueue[_Admitted | _Ended | _Steps | _Settled | _Barrier] = SimpleQueue()
         self._lock = threading.Lock()
         self._depth = 0
         self._open: set[Key] = set()
@@ -93,6 +106,8 @@ class Recorder:
         self._next_no = begin(self._connection)
         self._last_warning = float("-inf")
         self._closed = False
+        self._upkeep = Upkeep(self._tape.cursor, data_dir, self._writing, keep or Keep())
+        self._upkeep.start()
         self._thread = threading.Thread(target=self._run, name="tape-writer", daemon=True)
         self._thread.start()
 
@@ -113,6 +128,15 @@ class Recorder:
 
     def on_tick(self, tick: Tick) -> None:
         """Rows of one engine tick; kept or dropped together."""
+        if tick.settled:
+            # Never refused, like an end.
+            with self._lock:
+                self._depth += len(tick.settled)
+        self._hand_over_steps(tick)
+        if tick.settled:
+            self._queue.put(_Settled(list(tick.settled)))
+
+    def _hand_over_steps(self, tick: Tick) -> None:
         # Lists of our own: the engine may go on filling the tick's.
         steps, restated = list(tick.steps), list(tick.restated)
         if self._lost:
@@ -150,17 +174,23 @@ class Recorder:
 
     def reader(self) -> Reader:
         """A reader of this tape that sees everything handed over before each call."""
-        return Reader(self._tape.connection, self.data_dir, sync=self.flush)
+        return Reader(self._tape.cursor, self.data_dir, sync=self.flush)
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A connection of one's own to the open tape, for one thread."""
-        return self._tape.connection.cursor()
+        return self._tape.cursor()
+
+    def compact(self) -> tuple[list[Segment], list[Segment]]:
+        """Move every finished trace to Parquet now, and apply retention: (segments made, dropped)."""
+        self.flush()
+        return self._upkeep.run_once(everything=True)
 
     def close(self) -> None:
         """Write what is queued, checkpoint, and release the data directory."""
         if self._closed:
             return
         self._closed = True
+        self._upkeep.stop()
         barrier = _Barrier(threading.Event(), stop=True)
         self._queue.put(barrier)
         self._thread.join()
@@ -209,7 +239,7 @@ class Recorder:
                 self._commit()
                 due = None
 
-    def _fold(self, item: _Admitted | _Ended | _Steps) -> None:
+    def _fold(self, item: _Admitted | _Ended | _Steps | _Settled) -> None:
         batch = self._batch
         if isinstance(item, _Steps):
             batch.handed_over += item.size
@@ -219,6 +249,11 @@ class Recorder:
                 self._fold_step(step, restated=False)
             for step in item.restated:
                 self._fold_step(step, restated=True)
+            return
+        if isinstance(item, _Settled):
+            batch.handed_over += len(item.settled)
+            for settled in item.settled:
+                self._settle(settled)
             return
         batch.handed_over += 1
         request = item.trace.request
@@ -231,6 +266,9 @@ class Recorder:
         if isinstance(item, _Ended):
             life.incomplete = life.incomplete or key in self._lost
             self._lost.discard(key)
+            if life.audit is not None:
+                del self._lives[key]
+                return
             self._ended[key] = None
             while len(self._ended) > FINISHED_KEPT:
                 oldest, _ = self._ended.popitem(last=False)
@@ -253,6 +291,16 @@ class Recorder:
                 self._batch.requests[key] = life
         self._batch.put(step, number, restated)
 
+    def _settle(self, settled: Settled) -> None:
+        key = (settled.request_id, settled.choice)
+        life = self._lives.get(key)
+        if life is None:
+            return
+        life.audit = settled.audit
+        if key in self._ended:
+            self._batch.requests[key] = life
+            del self._ended[key], self._lives[key]
+
     def _number(self, request_id: str) -> int:
         number = self._numbers.get(request_id)
         if number is None:
@@ -269,16 +317,29 @@ class Recorder:
         began = time.perf_counter()
         handed_over = batch.handed_over
         try:
-            batch.commit()
+            with self._writing:
+                batch.commit(self._connection)
         except Exception as error:
             # Decoding goes on whatever becomes of the tape: a full disk costs rows, loudly, never answers.
-            log.error("tape_write_failed", rows=handed_over, error=f"{type(error).__name__}: {error}")
-            self._count_dropped("write_error", handed_over)
-            for key in batch.touched():
-                if (life := self._lives.get(key)) is not None:
-                    life.incomplete = True
+            cause = "redaction" if isinstance(error, RedactionFailed) else "write_error"
+            what = f"{type(error).__name__}: {error}"
+            log.error("tape_write_failed", cause=cause, rows=handed_over, error=what)
+            self._count_dropped(cause, handed_over)
+            for life in batch.lives(self._lives):
+                life.incomplete = True
             batch.clear()
+            self._recover()
         with self._lock:
             self._depth -= handed_over
         if self._on_flush is not None:
             self._on_flush(time.perf_counter() - began)
+
+    def _recover(self) -> None:
+        """Open the file again if the error closed it; until that works, rows are counted as dropped."""
+        try:
+            self._connection.execute("SELECT 1")
+        except duckdb.Error:
+            with suppress(duckdb.Error), self._writing:
+                self._tape.reopen()
+                self._connection = self._tape.cursor()
+                log.warning("tape_reopened", data_dir=str(self.data_dir))

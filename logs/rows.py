@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gateway.core import PassRecord, Step, Tier
+from gateway.core import AuditStatus, PassRecord, Step, Tier
 from gateway.request import Trace
 from logs.schema import arrow_schema
 
@@ -58,7 +58,7 @@ class Life:
     incomplete: bool = False
     tokens: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     gaps: dict[int, float] = field(default_factory=dict)
-    unverified: set[int] = field(default_factory=set)
+    audit: AuditStatus | None = None
     labels: dict[int, bool] = field(default_factory=dict)
 
     def see(self, step: Step) -> None:
@@ -68,10 +68,8 @@ class Life:
         self.tokens[step.idx] = (step.token_id, step.token_bytes)
         if step.signals is not None:
             self.gaps[step.idx] = step.signals.gap
-        if step.tier is not Tier.LARGE:
-            self.unverified.add(step.idx)
-            if step.audit_agrees is not None:
-                self.labels[step.idx] = step.audit_agrees
+        if step.tier is not Tier.LARGE and step.audit_agrees is not None:
+            self.labels[step.idx] = step.audit_agrees
 
 
 def request_row(life: Life, capture: Capture, decode: Decode | None) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def request_row(life: Life, capture: Capture, decode: Decode | None) -> dict[str
         "gap_spark": _spark([life.gaps[idx] for idx in sorted(life.gaps)]),
         "audited_tokens": len(life.labels),
         "audit_agreements": sum(life.labels.values()),
-        "audit_status": _audit_status(life),
+        "audit_status": life.audit.value if life.audit is not None else None,
     }
     return row
 
@@ -209,12 +207,6 @@ def _answer(life: Life, decode: Decode | None) -> str:
     if decode is not None:
         return decode([token_id for token_id, _ in tokens])
     return b"".join(text for _, text in tokens).decode("utf-8", "replace")
-
-
-def _audit_status(life: Life) -> str:
-    if len(life.labels) == len(life.unverified):
-        return "complete"
-    return "partial" if life.labels else "none"
 
 
 def _spark(values: Sequence[float]) -> list[float]:

@@ -92,7 +92,11 @@ REQUESTS: tuple[Column, ...] = (
     Column("gap_spark", "FLOAT[]", "the gap over the output as at most 32 means, probability"),
     Column("audited_tokens", "INTEGER", "output tokens not written by the large model that it has examined"),
     Column("audit_agreements", "INTEGER", "those of them that are its own choice"),
-    Column("audit_status", "VARCHAR", "`complete`, `partial` or `none` of those tokens examined"),
+    Column(
+        "audit_status",
+        "VARCHAR",
+        "audit of unverified tokens: `not_chosen`, `complete`, `lost`; null until settled",
+    ),
     Column("capture", "VARCHAR", "capture level: `full`, `no_prompt` or `signals`"),
     Column("incomplete", "BOOLEAN", "later steps were dropped (full queue, failed write)"),
     Column("interrupted", "BOOLEAN", "the gateway ended before the request did"),
@@ -188,6 +192,54 @@ SEGMENTS: tuple[Column, ...] = (
     Column("last_ts", "DOUBLE", "latest `finished` within, Unix seconds"),
 )
 
+MOVED: tuple[Column, ...] = (
+    Column("request_id", "VARCHAR", "a trace that left the live tables"),
+    Column("trace_no", "BIGINT", "its number"),
+    Column("name", "VARCHAR", "segment that holds it"),
+    Column("dt", "VARCHAR", "partition of that segment"),
+)
+
+ROLLOUTS: tuple[Column, ...] = (
+    Column("name", "VARCHAR", "the rollout"),
+    Column("salt", "VARCHAR", "its salt; (salt, number) is the key"),
+    Column("number", "INTEGER", "number of the transition within the rollout, from 0"),
+    Column("ts", "DOUBLE", "when, Unix seconds"),
+    Column("event", "VARCHAR", "what happened: `started`, `step`, `paused`, `rolled_back`, ..."),
+    Column("verdict", "VARCHAR", "verdict after it"),
+    Column("step", "INTEGER", "step after it, from 0"),
+    Column("weight", "DOUBLE", "share of keys on the canary after it, 0..1"),
+    Column("paused", "BOOLEAN", "whether it is paused after it"),
+    Column("reason", "VARCHAR", "why, in words"),
+    Column("canary_units", "BIGINT", "canary units observed so far"),
+    Column("stable_units", "BIGINT", "stable units observed so far"),
+    Column("against", "DOUBLE", "combined evidence against the canary"),
+    Column("plan", "VARCHAR", "what the rollout was asked to do, JSON"),
+)
+
+ALERTS: tuple[Column, ...] = (
+    Column("ts", "DOUBLE", "when the state changed, Unix seconds"),
+    Column("fingerprint", "VARCHAR", "names the alert: equal labels, equal fingerprint"),
+    Column("name", "VARCHAR", "the alert's name"),
+    Column("state", "VARCHAR", "`firing` or `resolved`"),
+    Column("labels", "VARCHAR", "its labels, JSON"),
+    Column("annotations", "VARCHAR", "what it says, JSON"),
+)
+
+DELIVERIES: tuple[Column, ...] = (
+    Column("id", "VARCHAR", "webhook-id, the same for every attempt"),
+    Column("receiver", "VARCHAR", "`[[alerts.receivers]]` it is for"),
+    Column("subject", "VARCHAR", "alert or rollout it is about"),
+    Column("body", "VARCHAR", "what is sent, JSON, before it takes the receiver's shape"),
+    Column("state", "VARCHAR", "`pending`, `delivered`, `failed` (given up) or `disabled` (answered 410)"),
+    Column("created", "DOUBLE", "when it was put here, Unix seconds"),
+    Column("attempts", "INTEGER", "requests made so far"),
+    Column("next_try", "DOUBLE", "when it is tried next, Unix seconds"),
+    Column("status", "INTEGER", "HTTP status of the last attempt"),
+    Column("error", "VARCHAR", "what went wrong with the last attempt"),
+    Column("url", "VARCHAR", "host the last attempt went to"),
+    Column("finished", "DOUBLE", "when it left `pending`, Unix seconds"),
+)
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,
     "steps": STEPS,
@@ -195,6 +247,10 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "scores": SCORES,
     "reviews": REVIEWS,
     "segments": SEGMENTS,
+    "moved": MOVED,
+    "rollouts": ROLLOUTS,
+    "alerts": ALERTS,
+    "deliveries": DELIVERIES,
 }
 
 
@@ -208,6 +264,17 @@ def names(table: str) -> tuple[str, ...]:
     return tuple(column.name for column in TABLES[table])
 
 
+def version_of(connection: duckdb.DuckDBPyConnection) -> int:
+    """The schema version of an open tape; raises TapeTooNew for one this code does not know."""
+    row = connection.execute("SELECT max(version) FROM tape_version").fetchone()
+    version: int = (row[0] if row else None) or 0
+    if version > VERSION:
+        raise TapeTooNew(
+            f"the tape has schema version {version}, this tokentape knows {VERSION}: upgrade tokentape"
+        )
+    return version
+
+
 def migrate(connection: duckdb.DuckDBPyConnection) -> int:
     """Bring an empty or older tape to VERSION, adding tables and columns only; returns the version found.
 
@@ -216,12 +283,7 @@ def migrate(connection: duckdb.DuckDBPyConnection) -> int:
     connection.begin()
     try:
         connection.execute("CREATE TABLE IF NOT EXISTS tape_version (version INTEGER)")
-        row = connection.execute("SELECT max(version) FROM tape_version").fetchone()
-        found: int = (row[0] if row else None) or 0
-        if found > VERSION:
-            raise TapeTooNew(
-                f"the tape has schema version {found}, this tokentape knows {VERSION}: upgrade tokentape"
-            )
+        found = version_of(connection)
         if found < VERSION:
             _add_missing(connection)
             connection.execute("DELETE FROM tape_version")

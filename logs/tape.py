@@ -46,6 +46,15 @@ class Tape:
     lock: IO[str]
     quarantined: list[Path] = field(default_factory=list)
 
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A connection of one's own, for one thread."""
+        return self.connection.cursor()
+
+    def reopen(self) -> None:
+        """Open the file again after a fatal error closed it to every connection; raises duckdb.Error."""
+        self.connection.close()
+        self.connection = duckdb.connect(str(self.data_dir / FILE), config=SETTINGS)
+
     def close(self) -> None:
         """Checkpoint, close and let other processes in."""
         self.connection.close()

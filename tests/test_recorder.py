@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tape_fakes import SERVED, Script, finished, passed, record, request, step
 
-from gateway.core import Outcome, Signals, Tick, Tier, TopK
+from gateway.core import AuditStatus, Outcome, Settled, Signals, Tick, Tier, TopK
 from gateway.policy import Policy
 from gateway.request import Trace
 from logs.reader import Reader
@@ -94,11 +94,7 @@ def test_a_request_is_listed_from_admission_and_final_at_its_end(recorder):
 
     assert (summary["finish_reason"], summary["num_choices"]) == ("length", 1)
     assert summary["small_tokens"] + summary["large_tokens"] == summary["completion_tokens"]
-    assert (
-        summary["incomplete"],
-        summary["interrupted"],
-        summary["audit_status"],
-    ) == (False, False, "complete")
+    assert (summary["incomplete"], summary["interrupted"]) == (False, False)
 
 
 def test_the_answer_is_the_written_tokens(recorder):
@@ -139,15 +135,22 @@ def test_a_late_audit_reaches_the_request_row(recorder):
     recorder.on_tick(Tick(0, None, [], [kept]))
     recorder.on_finish(replace(trace(), finished=finished()))
     before = recorder.reader().trace("r")
-    recorder.on_tick(Tick(1, None, [], [], [replace(kept, audit_agrees=True, audit_source="posthoc")]))
+    label = replace(kept, audit_agrees=True, audit_source="posthoc")
+    recorder.on_tick(Tick(1, None, [], [], [label], [Settled("r", 0, AuditStatus.COMPLETE)]))
     after = recorder.reader().trace("r")
 
-    assert (before["audit_status"], before["audited_tokens"]) == ("none", 0)
-    assert tuple(after[n] for n in ("audit_status", "audited_tokens", "audit_agreements")) == (
-        "complete",
-        1,
-        1,
-    )
+    names = ("audit_status", "audited_tokens", "audit_agreements")
+    assert tuple(before[n] for n in names) == (None, 0, 0)
+    assert tuple(after[n] for n in names) == ("complete", 1, 1)
+
+
+def test_a_choice_may_settle_in_the_tick_that_ends_it(recorder):
+    recorder.on_admit(trace())
+    recorder.on_tick(Tick(0, None, [], [step("r", 0)], [], [Settled("r", 0, AuditStatus.NOT_CHOSEN)]))
+    recorder.on_finish(replace(trace(), finished=finished()))
+    summary = recorder.reader().trace("r")
+
+    assert (summary["audit_status"], summary["answer_text"]) == ("not_chosen", "A")
 
 
 def test_a_full_queue_drops_whole_requests_and_says_so(tmp_path):
@@ -309,13 +312,13 @@ KILLED = """
     from tape_fakes import Script, passed
 
     recorder = Recorder(Path(sys.argv[1]), flush_s=0.05)
-    script = Script(Policy(), num_tokens=2000).run()
+    script = Script(Policy(), num_tokens=600).run()
     recorder.on_admit(replace(script.trace(), finished=None))
-    for number, step in enumerate(script.rows[:500]):
+    for number, step in enumerate(script.rows[:200]):
         recorder.on_tick(Tick(number, passed(number), [], [step]))
     recorder.flush()
     print("flushed", flush=True)
-    for number, step in enumerate(script.rows[500:], start=500):
+    for number, step in enumerate(script.rows[200:], start=200):
         recorder.on_tick(Tick(number, passed(number), [], [step]))
     print("handed over", flush=True)
     sys.stdin.read()
@@ -342,8 +345,8 @@ def test_kill_9_loses_only_what_was_not_committed(tmp_path):
     summary, steps = reader.trace("r"), reader.steps("r")
     recorder.close()
 
-    expected = Script(Policy(), num_tokens=2000).run().rows
+    expected = Script(Policy(), num_tokens=600).run().rows
     assert recorder.quarantined == ()
     assert (summary["finish_reason"], summary["interrupted"]) == (None, True)
-    assert 500 <= len(steps) <= len(expected)
+    assert 200 <= len(steps) <= len(expected)
     assert [s.token_id for s in expected[: len(steps)]] == steps.column("token_id").to_pylist()

@@ -1,0 +1,323 @@
+"""Closed parts of the tape as Parquet: what moves there, how it moves without loss, what is dropped again.
+
+segments/<table>/dt=<UTC day>/v<schema>-<first trace_no>-<last trace_no>.parquet, three files a segment. They
+are written under a temporary name and renamed, requests last: a segment is complete once that file is there.
+The rows leave the live tables in the transaction that enters the segment into `segments`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import structlog
+
+from logs.schema import TABLES, VERSION, names
+
+FOLDER = "segments"
+MOVED_TABLES = ("steps", "passes", "requests")
+MAX_STEPS = 500_000
+"""Steps of one segment: bounds how long the writer waits while its rows leave the live table."""
+SETTLE_S = 60.0
+"""A trace moves when it has been finished for so long."""
+UNSETTLED_S = 3600.0
+"""A trace whose steps never settled (an audit that was lost) moves when it has been finished for so long."""
+
+_NAME = re.compile(r"v(\d+)-(\d+)-(\d+)\.parquet")
+
+log = structlog.get_logger("logs.segments")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One closed part of the tape; bytes on disk, Unix seconds."""
+
+    name: str
+    dt: str
+    first_no: int
+    last_no: int
+    num_requests: int
+    num_steps: int
+    num_passes: int
+    bytes: int
+    first_ts: float
+    last_ts: float
+
+    @property
+    def version(self) -> int:
+        """Schema version that wrote it."""
+        return _parse(self.name)[0]
+
+    def path(self, data_dir: Path, table: str) -> Path:
+        """Its file for one table."""
+        return data_dir / FOLDER / table / f"dt={self.dt}" / self.name
+
+
+def listed(query: duckdb.DuckDBPyConnection) -> list[Segment]:
+    """The segments of the open tape, by their first trace number."""
+    rows = query.execute(f"SELECT {', '.join(names('segments'))} FROM segments ORDER BY first_no").fetchall()
+    return [Segment(*row) for row in rows]
+
+
+def found(data_dir: Path) -> list[Segment]:
+    """The complete segments in the folder, without a tape to list them; raises duckdb.Error on damage."""
+    return [describe(path, data_dir) for path in _complete(data_dir)]
+
+
+def describe(requests_file: Path, data_dir: Path) -> Segment:
+    """What a segment's files say of themselves; raises duckdb.Error where one of them is damaged."""
+    _, first_no, last_no = _parse(requests_file.name)
+    dt = requests_file.parent.name.removeprefix("dt=")
+    blank = Segment(requests_file.name, dt, first_no, last_no, 0, 0, 0, 0, 0.0, 0.0)
+    files = {table: blank.path(data_dir, table) for table in MOVED_TABLES}
+    with duckdb.connect() as memory:
+        counts = {}
+        for table, path in files.items():
+            row = memory.execute("SELECT count(*) FROM read_parquet(?)", [str(path)]).fetchone()
+            counts[table] = row[0] if row else 0
+        times = memory.execute(
+            "SELECT min(coalesce(finished, received)), max(coalesce(finished, received))"
+            " FROM read_parquet(?)",
+            [str(requests_file)],
+        ).fetchone()
+    assert times is not None
+    size = sum(path.stat().st_size for path in files.values())
+    return Segment(
+        requests_file.name, dt, first_no, last_no,
+        counts["requests"], counts["steps"], counts["passes"], size, times[0], times[1],
+    )  # fmt: skip
+
+
+def live_bytes(query: duckdb.DuckDBPyConnection) -> int:
+    """Size of the live tables, bytes in use (free blocks of the file not counted)."""
+    row = query.execute("SELECT used_blocks * block_size FROM pragma_database_size()").fetchone()
+    return int(row[0]) if row else 0
+
+
+def compact(
+    query: duckdb.DuckDBPyConnection,
+    data_dir: Path,
+    writing: AbstractContextManager[object],
+    *,
+    now: float | None = None,
+    everything: bool = False,
+) -> list[Segment]:
+    """Move finished traces of closed hours (everything: of the running hour too) to Parquet.
+
+    writing is held while rows leave the live tables, so that the writer does not meet them half gone.
+    """
+    now = time.time() if now is None else now
+    cutoff = now - SETTLE_S if everything else now // 3600 * 3600
+    made: list[Segment] = []
+    for day, numbers in _movable(query, cutoff, now):
+        made.append(_move(query, data_dir, writing, day, numbers, cutoff))
+        log.info("tape_segment", name=made[-1].name, day=day, steps=made[-1].num_steps, bytes=made[-1].bytes)
+    return made
+
+
+def adopt(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
+    """Enter complete segments that no tape lists (a crash while moving, a tape that was set aside).
+
+    Files of a move that never completed are removed: their rows are still in the live tables. Damaged
+    segments are set aside with a loud line.
+    """
+    known = {(segment.dt, segment.name) for segment in listed(query)}
+    for path in (data_dir / FOLDER).glob("*/dt=*/*"):
+        if (
+            not (data_dir / FOLDER / "requests" / path.parent.name / path.name).exists()
+            or path.suffix == ".tmp"
+        ):
+            path.unlink()
+    adopted: list[Segment] = []
+    for path in _complete(data_dir):
+        if (path.parent.name.removeprefix("dt="), path.name) in known:
+            continue
+        try:
+            segment = describe(path, data_dir)
+        except (duckdb.Error, OSError) as error:
+            _set_aside(path, data_dir, str(error))
+            continue
+        query.begin()
+        for table, key in (("steps", ("request_id", "choice")), ("requests", ("request_id", "choice")),
+                           ("passes", ("pass_id", "ts"))):  # fmt: skip
+            source = "requests" if table == "steps" else table
+            match = " AND ".join(f"{table}.{name} = a.{name}" for name in key)
+            query.execute(
+                f"DELETE FROM {table} USING"
+                f" (SELECT DISTINCT {', '.join(key)} FROM read_parquet(?)) a WHERE {match}",
+                [str(segment.path(data_dir, source))],
+            )
+        _enter(query, data_dir, segment)
+        query.commit()
+        adopted.append(segment)
+        log.warning("tape_segment_adopted", name=segment.name, day=segment.dt, steps=segment.num_steps)
+    return adopted
+
+
+def expire(
+    query: duckdb.DuckDBPyConnection,
+    data_dir: Path,
+    *,
+    now: float,
+    max_age_s: float | None = None,
+    max_bytes: int | None = None,
+) -> list[Segment]:
+    """Drop segments whose last trace is older than max_age_s, then the oldest while they exceed max_bytes."""
+    segments = sorted(listed(query), key=lambda segment: segment.last_ts)
+    total = sum(segment.bytes for segment in segments)
+    dropped: list[Segment] = []
+    for segment in segments:
+        too_old = max_age_s is not None and segment.last_ts < now - max_age_s
+        too_much = max_bytes is not None and total > max_bytes
+        if not (too_old or too_much):
+            continue
+        query.begin()
+        query.execute("DELETE FROM segments WHERE name = ? AND dt = ?", [segment.name, segment.dt])
+        query.execute("DELETE FROM moved WHERE name = ? AND dt = ?", [segment.name, segment.dt])
+        query.commit()
+        # Requests first: without that file the others are no segment, should the process die here.
+        for table in reversed(MOVED_TABLES):
+            segment.path(data_dir, table).unlink(missing_ok=True)
+        total -= segment.bytes
+        dropped.append(segment)
+        log.info(
+            "tape_segment_dropped", name=segment.name, day=segment.dt, reason="age" if too_old else "size"
+        )
+    return dropped
+
+
+def spanning(
+    table: str, columns: Sequence[str], segments: Iterable[Segment], data_dir: Path, live_version: int | None
+) -> str:
+    """SQL of the table's rows in the live table (None: there is none) and those segments, as one relation.
+
+    Columns that a version did not have yet are null.
+    """
+    known = {column.name: column for column in TABLES[table]}
+
+    def select(version: int) -> str:
+        return "SELECT " + ", ".join(
+            name if known[name].since <= version else f"NULL::{known[name].sql} AS {name}" for name in columns
+        )
+
+    parts = [f"{select(live_version)} FROM {table}"] if live_version is not None else []
+    by_version: dict[int, list[str]] = {}
+    for segment in segments:
+        by_version.setdefault(segment.version, []).append(str(segment.path(data_dir, table)))
+    for version, files in by_version.items():
+        quoted = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+        parts.append(f"{select(version)} FROM read_parquet([{quoted}], hive_partitioning = false)")
+    if not parts:
+        nothing = ", ".join(f"NULL::{known[name].sql} AS {name}" for name in columns)
+        return f"(SELECT {nothing} WHERE false)"
+    return f"({' UNION ALL '.join(parts)})"
+
+
+def _movable(
+    query: duckdb.DuckDBPyConnection, cutoff: float, now: float
+) -> Iterable[tuple[str, tuple[int, int, list[int]]]]:
+    """(UTC day, (first, last, trace numbers)) of what may move, at most MAX_STEPS steps each."""
+    rows = query.execute(
+        """
+        SELECT trace_no, strftime(make_timestamp((ended * 1e6)::BIGINT), '%Y-%m-%d') AS day, num_steps
+        FROM (
+            SELECT trace_no, max(coalesce(finished, received)) AS ended,
+                   sum(coalesce(completion_tokens, 0) + coalesce(num_draft_tokens, 0)) AS num_steps,
+                   bool_and(finish_reason IS NOT NULL OR interrupted) AS over,
+                   bool_and(audit_status IS NOT NULL OR interrupted) AS settled
+            FROM requests GROUP BY trace_no
+        )
+        WHERE over AND (settled OR ended < $now - $late) AND (ended < $cutoff OR ended > $now + 3600)
+        ORDER BY day, trace_no
+        """,
+        {"cutoff": cutoff, "now": now, "late": UNSETTLED_S},
+    ).fetchall()
+    chunk: list[int] = []
+    steps = 0
+    for i, (number, day, num_steps) in enumerate(rows):
+        chunk.append(number)
+        steps += num_steps
+        last = i + 1 == len(rows) or rows[i + 1][1] != day
+        if last or steps >= MAX_STEPS:
+            yield day, (min(chunk), max(chunk), chunk)
+            chunk, steps = [], 0
+
+
+def _move(
+    query: duckdb.DuckDBPyConnection,
+    data_dir: Path,
+    writing: AbstractContextManager[object],
+    day: str,
+    chunk: tuple[int, int, list[int]],
+    cutoff: float,
+) -> Segment:
+    first, last, numbers = chunk
+    query.execute("CREATE OR REPLACE TEMP TABLE moving AS SELECT unnest(?) AS trace_no", [numbers])
+    within = f"trace_no BETWEEN {first} AND {last} AND trace_no IN (FROM moving)"
+    # Passes belong to no trace; those up to the cutoff go with the first segment of the run.
+    rows = {"steps": within, "passes": f"ts < {cutoff!r}", "requests": within}
+    order = {"steps": "trace_no, choice, seq", "passes": "ts, pass_id", "requests": "trace_no, choice"}
+    name = f"v{VERSION}-{first:012d}-{last:012d}.parquet"
+    for table in MOVED_TABLES:
+        path = data_dir / FOLDER / table / f"dt={day}" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(name + ".tmp")
+        quoted = str(unfinished).replace("'", "''")
+        query.execute(
+            f"COPY (SELECT {', '.join(names(table))} FROM {table} WHERE {rows[table]}"
+            f" ORDER BY {order[table]}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)"
+        )
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        unfinished.rename(path)
+    segment = describe(data_dir / FOLDER / "requests" / f"dt={day}" / name, data_dir)
+    with writing:
+        query.begin()
+        try:
+            for table in MOVED_TABLES:
+                query.execute(f"DELETE FROM {table} WHERE {rows[table]}")
+            _enter(query, data_dir, segment)
+            query.commit()
+        except BaseException:
+            query.rollback()
+            raise
+    return segment
+
+
+def _enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -> None:
+    marks = ", ".join("?" for _ in names("segments"))
+    values = [getattr(segment, name) for name in names("segments")]
+    query.execute(f"INSERT INTO segments VALUES ({marks})", values)
+    query.execute(
+        "INSERT INTO moved SELECT DISTINCT request_id, trace_no, ?, ? FROM read_parquet(?)",
+        [segment.name, segment.dt, str(segment.path(data_dir, "requests"))],
+    )
+
+
+def _complete(data_dir: Path) -> list[Path]:
+    paths = (data_dir / FOLDER / "requests").glob("dt=*/*.parquet")
+    return sorted(path for path in paths if _NAME.fullmatch(path.name))
+
+
+def _set_aside(path: Path, data_dir: Path, reason: str) -> None:
+    folder = data_dir / "quarantine"
+    folder.mkdir(exist_ok=True)
+    for table in MOVED_TABLES:
+        part = data_dir / FOLDER / table / path.parent.name / path.name
+        if part.exists():
+            part.rename(folder / f"{table}-{path.parent.name}-{path.name}")
+    log.error("tape_segment_quarantined", name=path.name, reason=reason.splitlines()[0])
+
+
+def _parse(name: str) -> tuple[int, int, int]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a segment")
+    version, first, last = match.groups()
+    return int(version), int(first), int(last)

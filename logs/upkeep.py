@@ -1,0 +1,83 @@
+"""Housekeeping of the tape on a thread of its own: closed hours become Parquet, old segments are dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import structlog
+
+from logs.segments import Segment, compact, expire, live_bytes
+
+PERIOD_S = 60.0
+
+log = structlog.get_logger("logs.upkeep")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How much of the tape stays, and when live rows move to Parquet.
+
+    segment_bytes: size of the live tables above which the running hour's finished traces move too.
+    max_age_s, max_bytes: segments older than that, and the oldest beyond that size, are dropped; None: never.
+    """
+
+    segment_bytes: int = 256 * 2**20
+    max_age_s: float | None = None
+    max_bytes: int | None = None
+
+
+class Upkeep:
+    """Runs once a minute until stopped; writing is held while rows leave the live tables."""
+
+    def __init__(
+        self,
+        cursor: Callable[[], duckdb.DuckDBPyConnection],
+        data_dir: Path,
+        writing: AbstractContextManager[object],
+        keep: Keep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cursor = cursor
+        self._data_dir = data_dir
+        self._writing = writing
+        self._keep = keep
+        self._clock = clock
+        self._one_at_a_time = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tape-upkeep", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the move in progress."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def run_once(self, everything: bool = False) -> tuple[list[Segment], list[Segment]]:
+        """Move and drop what is due now; (segments made, segments dropped)."""
+        now, keep = self._clock(), self._keep
+        with self._one_at_a_time:
+            query = self._cursor()
+            everything = everything or live_bytes(query) > keep.segment_bytes
+            made = compact(query, self._data_dir, self._writing, now=now, everything=everything)
+            dropped = expire(
+                query, self._data_dir, now=now, max_age_s=keep.max_age_s, max_bytes=keep.max_bytes
+            )
+        return made, dropped
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
+            try:
+                self.run_once()
+            except Exception as error:
+                # A full disk or a conflict: the rows are still live, the next minute tries again.
+                log.error("tape_upkeep_failed", error=f"{type(error).__name__}: {error}")
