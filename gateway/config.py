@@ -47,6 +47,14 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="number format of the weights; by default float32 for `tiny`, else bfloat16"),
     ] = None
 
+    small_quantize: Annotated[
+        Literal["none", "int8"] | None,
+        Meta(description="weights of the small model; by default int8 on a CPU, except for `tiny`"),
+    ] = None
+    large_quantize: Annotated[
+        Literal["none", "int8"] | None, Meta(description="the same for the large model")
+    ] = None
+
     def __post_init__(self) -> None:
         if (self.small is None) != (self.large is None):
             missing = "small" if self.small is None else "large"
@@ -79,6 +87,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[float, Meta(ge=0.0)],
         Meta(description="longest wait to gather rows for one pass of the large model"),
     ] = 2.0
+    adapt: Annotated[
+        bool | None,
+        Meta(
+            description="cap drafts, down to none, while they would be slower than the large model alone; by "
+            "default on, except for `tiny`, whose two models cost the same"
+        ),
+    ] = None
+    prefix_slots: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Meta(description="finished rows whose keys and values are kept for prompts that begin alike"),
+    ] = 16
+    lookup_history_tokens: Annotated[
+        Annotated[int, Meta(ge=0)],
+        Meta(
+            description="earlier answers remembered for lookup drafts, in tokens; 0: only the row's own text"
+        ),
+    ] = 200_000
+    lookup_corpus: Annotated[
+        str | None, Meta(description="text file whose phrases lookup may draft from")
+    ] = None
     max_queue: Annotated[
         Positive, Meta(description="most choices waiting for a slot; beyond it the answer is 429")
     ] = 256

@@ -66,7 +66,8 @@ AUDIT_PATIENCE_S = 0.5
 class Model(Protocol):
     """What the engine needs of a model; gateway.models.CausalLM, and fakes in tests."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def forward(self, feeds: list[Feed]) -> Forward: ...
 

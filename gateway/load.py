@@ -8,7 +8,7 @@ cost curve extra tokens are nearly free and drafts pay; above it they are full p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.core import Tier
@@ -143,16 +143,3 @@ class Load:
             self._hold_ms = min(2 * self._hold_ms, LONGEST_HOLD_MS)
         elif self._since_off_ms >= LONGEST_HOLD_MS:
             self._hold_ms = FIRST_HOLD_MS
-
-
-def measure(run: Callable[[Tier, int], float], sizes: Sequence[int]) -> dict[Tier, CostTable]:
-    """Cost tables from timed passes: run(tier, tokens) -> ms. Medians of three; never falling with size."""
-    tables = {}
-    for tier in (Tier.SMALL, Tier.LARGE):
-        ms: list[float] = []
-        for size in sizes:
-            run(tier, size)
-            times = sorted(run(tier, size) for _ in range(3))
-            ms.append(max(times[1], ms[-1] if ms else 0.0))
-        tables[tier] = CostTable(tuple(sizes), tuple(ms))
-    return tables

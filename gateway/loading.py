@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import structlog
 import torch
 
-from gateway import presets
+from gateway import kernels, presets
 from gateway.cache import BlockPool, num_blocks_for
 from gateway.config import Config, ConfigError
+from gateway.core import Tier
+from gateway.costs import SIZES, costs_of
 from gateway.engine import Engine
-from gateway.models import CausalLM
+from gateway.load import Load
+from gateway.lookup import AnswerStore
+from gateway.models import CausalLM, Quantize
+from gateway.prefix import PrefixCache
 from gateway.request import Served
 from gateway.scheduler import Scheduler
+from gateway.store import cache_dir, model_hash
 from gateway.text import Tokenizer
 from gateway.worker import Observer, Worker
+
+log = structlog.get_logger("gateway")
 
 GPU_BLOCK_SIZE = 64
 """Positions in a KV page on a GPU; on a CPU a block is a whole slot."""
@@ -41,8 +49,11 @@ def load_worker(
     tokenizer, other = Tokenizer.load(large), Tokenizer.load(small)
     if tokenizer.fingerprint != other.fingerprint:
         raise ConfigError("models.small: its tokenizer differs from the large model's")
-    number = getattr(torch, dtype)
-    models = [CausalLM.load(folder, device=device, dtype=number) for folder in (small, large)]
+    quantize = _quantization(config, dtype)
+    models = [
+        CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize[tier])
+        for tier, folder in ((Tier.SMALL, small), (Tier.LARGE, large))
+    ]
     block_size = engine.max_model_len if device == "cpu" else GPU_BLOCK_SIZE
     try:
         num_blocks = num_blocks_for(
@@ -55,6 +66,21 @@ def load_worker(
         raise ConfigError(str(error)) from None
     for model in models:
         model.allocate(num_blocks, block_size)
+    served = Served(
+        small_model=_name(config, small),
+        large_model=_name(config, large),
+        small_hash=model_hash(small),
+        large_hash=model_hash(large),
+        numerics=f"{device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}",
+        version=version("tokentape"),
+    )
+    load = None
+    if _adapts(config):
+        pair = {Tier.SMALL: models[0], Tier.LARGE: models[1]}
+        identity = f"{served.small_hash} {served.large_hash} {served.numerics}"
+        most = min(SIZES[-1], engine.max_model_len)
+        blocks = tuple(range(-(-most // block_size)))
+        load = Load(costs_of(pair, blocks, most, identity, cache_dir()))
     worker = Worker(
         Engine(
             models[0],
@@ -64,15 +90,13 @@ def load_worker(
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
             max_rows=engine.max_rows,
             max_model_len=engine.max_model_len,
+            load=load,
+            answers=_answers(config, tokenizer),
+            prefixes=PrefixCache(
+                min(engine.prefix_slots, num_blocks - 1) if device == "cpu" else engine.prefix_slots
+            ),
         ),
-        Served(
-            small_model=_name(config, small),
-            large_model=_name(config, large),
-            small_hash=_weights_hash(small),
-            large_hash=_weights_hash(large),
-            numerics=f"{device}/{dtype}/none",
-            version=version("tokentape"),
-        ),
+        served,
         observers,
         max_queue=engine.max_queue,
     )
@@ -80,15 +104,46 @@ def load_worker(
     return worker
 
 
+def _is_tiny(config: Config) -> bool:
+    return config.models.preset == "tiny"
+
+
+def _adapts(config: Config) -> bool:
+    adapt = config.engine.adapt
+    return not _is_tiny(config) if adapt is None else adapt
+
+
+def _quantization(config: Config, dtype: str) -> dict[Tier, Quantize]:
+    """int8 where it was asked for, or by default on a CPU that can run it; raises ConfigError."""
+    able = config.models.device == "cpu" and kernels.available()
+    default: Quantize = "int8" if able and not _is_tiny(config) and dtype == "bfloat16" else "none"
+    chosen: dict[Tier, Quantize] = {}
+    for tier, asked in (
+        (Tier.SMALL, config.models.small_quantize),
+        (Tier.LARGE, config.models.large_quantize),
+    ):
+        if asked == "int8" and not able:
+            raise ConfigError(f"models.{tier}_quantize: int8 needs a CPU and a C++ compiler at first start")
+        chosen[tier] = asked or default
+    log.info("quantization", small=chosen[Tier.SMALL], large=chosen[Tier.LARGE])
+    return chosen
+
+
+def _answers(config: Config, tokenizer: Tokenizer) -> AnswerStore | None:
+    """Earlier answers and the corpus to look tokens up in; None where neither is wanted."""
+    engine = config.engine
+    if not engine.lookup_history_tokens and engine.lookup_corpus is None:
+        return None
+    corpus: list[int] = []
+    if engine.lookup_corpus is not None:
+        try:
+            text = Path(engine.lookup_corpus).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"engine.lookup_corpus: {error}") from None
+        corpus = tokenizer.encode(text, add_special_tokens=False)
+    return AnswerStore(engine.lookup_history_tokens, corpus)
+
+
 def _name(config: Config, folder: Path) -> str:
     """The model's name for the tape: its own folder's, which says more than a cache path."""
     return f"{config.models.preset}/{folder.name}" if config.models.preset else folder.name
-
-
-def _weights_hash(folder: Path) -> str:
-    """16 hex digits over the weight files' contents."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]

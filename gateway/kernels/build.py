@@ -121,7 +121,7 @@ def build() -> Path:
 def load() -> bool:
     """Builds and loads the kernels once a process; False, with one logged line, where that is impossible."""
     try:
-        torch.ops.load_library(str(build()))
+        torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
         if forced := os.environ.get(PATH_VARIABLE):
             torch.ops.tokentape.use_path(forced)
     except (BuildError, OSError, subprocess.SubprocessError) as error:

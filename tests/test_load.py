@@ -1,0 +1,88 @@
+"""Draft caps: right where the arithmetic is known in closed form, and never much slower than not routing."""
+
+import random
+
+import pytest
+
+from gateway.core import Tier
+from gateway.load import FIRST_HOLD_MS, REGRET_LIMIT, WINDOW_MS, CostTable, Load
+
+FLAT = {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
+PER_TOKEN = {Tier.SMALL: CostTable((1, 100), (4.0, 400.0)), Tier.LARGE: CostTable((1, 100), (10.0, 1000.0))}
+
+
+def test_cost_between_and_beyond_points() -> None:
+    table = CostTable((1, 2, 4), (10.0, 10.0, 30.0))
+    assert [table(n) for n in (1, 1.5, 3, 4, 6)] == [10.0, 10.0, 20.0, 30.0, 50.0]
+
+
+def test_below_the_knee_the_best_length_is_that_of_the_closed_form() -> None:
+    load = Load(FLAT)
+    load.keep, load.hit = 1.0, 0.8
+    # Passes of any size cost the same: k drafts cost 10 k + 50 ms and come to (1 - .8^(k+1)) / .2 tokens.
+    speeds = {k: (1 - 0.8 ** (k + 1)) / 0.2 / (10 * k + 50) * 50 for k in range(1, 33)}
+    best = max(speeds, key=speeds.__getitem__)
+    assert load.best(1) == (best, pytest.approx(speeds[best]))
+    assert load.cap(1) == best
+
+
+def test_where_every_token_has_its_full_price_nothing_is_drafted() -> None:
+    assert Load(PER_TOKEN).cap(4) == 0
+
+
+def test_useless_drafts_are_switched_off_by_what_is_seen() -> None:
+    load = Load(FLAT)
+    assert load.cap(1) > 0
+    for _ in range(400):
+        load.saw_verified(Tier.SMALL, 0, 1)
+    assert load.cap(1) == 0
+
+
+def test_lookup_drafts_cost_only_their_share_of_the_large_pass() -> None:
+    load = Load(FLAT)
+    assert load.lookup_cap(1) == load.longest
+    assert Load(PER_TOKEN).lookup_cap(4) == 0
+
+
+def test_a_long_debt_is_paid_only_by_a_long_answer() -> None:
+    small = CostTable((1, 1000), (10.0, 1000.0))
+    load = Load({Tier.SMALL: small, Tier.LARGE: FLAT[Tier.LARGE]})
+    cap = load.cap(1)
+    assert cap > 0
+    assert load.cap_for(1, debt=10, num_left=1) == cap
+    assert load.cap_for(1, debt=900, num_left=10) == 0
+    assert load.cap_for(1, debt=900, num_left=1000) == cap
+
+
+def test_a_loss_switches_off_for_a_while_and_longer_the_next_time() -> None:
+    load = Load(FLAT)
+
+    def lose() -> float:
+        """Passes twice as dear as large-only until routing is off; how long it stays off."""
+        while load.off_ms <= 0:
+            load.saw_pass(100.0, 1, 1)
+        return load.off_ms
+
+    assert lose() == FIRST_HOLD_MS
+    assert load.cap(1) == 0
+    while load.off_ms > 0:
+        load.saw_pass(50.0, 1, 1)
+    assert load.cap(1) > 0
+    assert lose() == 2 * FIRST_HOLD_MS
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.5, 3.0])
+def test_regret_against_large_only_stays_small(slowdown: float) -> None:
+    """Routing that is `slowdown` times dearer than its table says: the total over ten minutes."""
+    load, rng = Load(FLAT), random.Random(7)
+    load.keep, load.hit = 0.9, 0.6
+    spent = alone = 0.0
+    while spent < 600_000:
+        k = load.cap(1)
+        good = 0
+        while good < k and rng.random() < 0.54:
+            good += 1
+        ms = (10.0 * k + 50.0) * (slowdown if k else 1.0)
+        load.saw_pass(ms, good + 1, 1)
+        spent, alone = spent + ms, alone + (good + 1) * 50.0
+    assert spent <= (1 + REGRET_LIMIT) * alone + 2 * WINDOW_MS
