@@ -104,6 +104,9 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
             "GGUF: scaled rotary embeddings are not supported; name the Hugging Face folder or hub id instead"
         )
     heads, hidden = value("attention.head_count"), value("embedding_length")
+    kv_heads = value("attention.head_count_kv", heads)
+    if not (isinstance(heads, int) and isinstance(kv_heads, int)):
+        raise ModelsError("GGUF: layers with different numbers of heads are not supported")
     head_dim = value("attention.key_length", hidden // heads)
     if value("rope.dimension_count", head_dim) != head_dim:
         raise ModelsError(f"GGUF: {arch}.rope.dimension_count differs from the head size; not supported")
@@ -114,7 +117,7 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         "intermediate_size": value("feed_forward_length"),
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": value("context_length"),
         # Stored as float32: its shortest decimal form is the number that was meant (1e-06).
         "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),

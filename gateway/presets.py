@@ -1,26 +1,24 @@
-"""Model pairs by name: presets, hub ids, folders and GGUF files, all turned into local model folders."""
+"""Model pairs by name: presets, hub ids, folders and GGUF files, all turned into local model folders.
+
+What imports torch is imported where it is used, so that `tokentape models list` answers at once.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 
-from gateway import tiny
 from gateway.config import ModelsConfig
 from gateway.fetch import Source, Wheel, fetch
-from gateway.gguf import convert
 from gateway.servable import ModelsError, check_servable
 from gateway.store import cache_dir, one_at_a_time, publish, remembered_hash
-from gateway.text import Tokenizer
 
 CONVERSION = 1
 """Raised when converted folders would come out differently, so that old ones are left alone."""
@@ -92,6 +90,8 @@ def pull(preset: str) -> Pair:
     cache = cache_dir()
     try:
         if preset == "tiny":
+            from gateway import tiny
+
             folder = tiny.build(cache / "models")
             return Pair(folder / "small", folder / "large", "tiny")
         known = presets()
@@ -150,9 +150,15 @@ def _converted(source: Source, cache: Path) -> Path:
                 f"there are {free / 1e9:.1f} GB"
             )
         file = fetch(source, work)
-        publish(folder, partial(convert, file, label=source.name))
+        _convert(file, folder, source.name)
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+def _convert(file: Path, folder: Path, label: str) -> None:
+    from gateway.gguf import convert
+
+    publish(folder, lambda half: convert(file, half, label))
 
 
 def _local(key: str, name: str) -> Path:
@@ -182,8 +188,7 @@ def _converted_file(file: Path) -> Path:
     folder = _folder(remembered_hash([file], f"{file.name}: hash"), file.stem, cache)
     with one_at_a_time(cache, folder.parent.name):
         if not folder.is_dir():
-            make: Callable[[Path], None] = partial(convert, file, label=file.stem)
-            publish(folder, make)
+            _convert(file, folder, file.stem)
     return folder
 
 
@@ -194,6 +199,8 @@ def _checked(pair: Pair) -> Pair:
     files = [folder / "tokenizer.json" for folder in (pair.small, pair.large)]
     if all(f.exists() for f in files) and files[0].read_bytes() == files[1].read_bytes():
         return pair
+    from gateway.text import Tokenizer
+
     try:
         small, large = (Tokenizer.load(folder) for folder in (pair.small, pair.large))
     except ValueError as error:
