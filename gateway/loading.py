@@ -115,16 +115,15 @@ def _adapts(config: Config) -> bool:
 
 def _quantization(config: Config, dtype: str) -> dict[Tier, Quantize]:
     """int8 where it was asked for, or by default on a CPU that can run it; raises ConfigError."""
-    able = config.models.device == "cpu" and kernels.available()
-    default: Quantize = "int8" if able and not _is_tiny(config) and dtype == "bfloat16" else "none"
+    models = config.models
+    by_default = models.device == "cpu" and dtype == "bfloat16" and not _is_tiny(config)
     chosen: dict[Tier, Quantize] = {}
-    for tier, asked in (
-        (Tier.SMALL, config.models.small_quantize),
-        (Tier.LARGE, config.models.large_quantize),
-    ):
+    for tier, asked in ((Tier.SMALL, models.small_quantize), (Tier.LARGE, models.large_quantize)):
+        wanted = by_default if asked is None else asked == "int8"
+        able = wanted and models.device == "cpu" and kernels.available()
         if asked == "int8" and not able:
             raise ConfigError(f"models.{tier}_quantize: int8 needs a CPU and a C++ compiler at first start")
-        chosen[tier] = asked or default
+        chosen[tier] = "int8" if able else "none"
     log.info("quantization", small=chosen[Tier.SMALL], large=chosen[Tier.LARGE])
     return chosen
 
