@@ -85,7 +85,8 @@ def replay(request_row: Mapping[str, Any], steps: pa.Table) -> ReplayResult:
     for i in range(rows.count):
         if rows.action[i] is not None and fold.decides(i):
             decisions += 1
-            found += fold.compare(i)
+            # A limit that is missing is already among what is found.
+            found += fold.compare(i) if rows.draft_limit[i] is not None else ()
         fold.push(i)
     request_id, choice = request_row["request_id"], request_row["choice"]
     return ReplayResult(
@@ -138,8 +139,10 @@ class Rows:
 
     def signals(self, i: int) -> Signals | None:
         """What the small model said at row i, if it has spoken."""
-        gap = self.gap[i]
-        return None if gap is None else Signals(self.top1_p[i], gap, self.entropy[i], self.attn_entropy[i])
+        top1_p, gap, entropy = self.top1_p[i], self.gap[i], self.entropy[i]
+        if gap is None or entropy is None or top1_p is None:
+            return None
+        return Signals(top1_p, gap, entropy, self.attn_entropy[i])
 
 
 class _Written:
@@ -150,6 +153,7 @@ class _Written:
         self.rows = rows
         self.history = History(policy)
         self.accepted = 0
+        self.blind = False
 
     def decides(self, i: int) -> bool:
         return True
@@ -167,15 +171,17 @@ class _Written:
                 return _differences(rows, i, state, 0.0, early)
             if signals is None:
                 return [(i, "gap", None, "needed to decide")]
-            if proposal is None:
+            if proposal is None or self.blind:
                 guard = rows.guard_value[i]
                 state = replace(state, guard_value=guard)
         return _differences(rows, i, state, guard, decide(self.policy, state, signals))
 
     def push(self, i: int) -> None:
         rows, outcome = self.rows, self.rows.outcome[i]
-        # Without token ids (capture level `signals`) any id will do: guard values are then the recorded ones.
-        token = rows.token_id[i] or 0
+        token = rows.token_id[i]
+        if token is None:
+            # Without token ids (capture level `signals`) any will do: guard values are then the recorded ones.
+            self.blind, token = True, 0
         if outcome is Outcome.ACCEPTED:
             self.history.draft(token)
             self.accepted += 1
@@ -267,7 +273,7 @@ def _consistency(policy: Policy, rows: Rows) -> list[Found]:
     for i, (seq, tier, outcome, token, x, y, score, limit, drafts) in enumerate(columns):
         if seq != i:
             found.append((i, "seq", seq, i))
-        if drafts > policy.draft_length:
+        if drafts is None or drafts > policy.draft_length:
             found.append((i, "draft_limit", drafts, policy.draft_length))
         if score is not None and limit != threshold:
             found.append((i, "threshold", limit, threshold))

@@ -284,8 +284,8 @@ def migrate(connection: duckdb.DuckDBPyConnection) -> int:
     try:
         connection.execute("CREATE TABLE IF NOT EXISTS tape_version (version INTEGER)")
         found = version_of(connection)
+        _add_missing(connection)
         if found < VERSION:
-            _add_missing(connection)
             connection.execute("DELETE FROM tape_version")
             connection.execute("INSERT INTO tape_version VALUES (?)", [VERSION])
         connection.commit()

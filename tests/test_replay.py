@@ -110,6 +110,20 @@ def test_one_wrong_value_is_found_where_it_is(column):
     assert all(str(mismatch) for mismatch in found)
 
 
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_missing_column_is_no_reason_to_crash(column):
+    row, table = recorded(Script(Policy(), seed=2).run())
+    position = table.schema.get_field_index(column)
+    field = table.schema.field(column)
+    table = table.set_column(position, field, pa.nulls(table.num_rows, field.type))
+
+    result = replay(row, table)
+
+    # What only some rules or capture levels need may be missing; every other column is missed.
+    optional = {"token_id", "large_choice", "attn_entropy", "probe_u", "audit_agrees", "action"}
+    assert bool(result.mismatches) is (column not in optional)
+
+
 def test_a_missing_row_is_found():
     row, table = recorded(Script(Policy(), seed=2).run())
     table = pa.concat_tables([table.slice(0, 30), table.slice(31)])
