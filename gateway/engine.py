@@ -106,7 +106,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.load = load
         self.answers = answers
-        self.prefixes = prefixes or PrefixCache(0)
+        self.prefixes = PrefixCache(0) if prefixes is None else prefixes
         self.clock = clock
         self.waiting: deque[tuple[Request, Timings]] = deque()
         self.rows: list[Row] = []
@@ -125,6 +125,19 @@ class Engine:
             raise ValueError(
                 f"prompt has {len(request.prompt_ids)} tokens; 1 to {self.max_model_len - 1} fit"
             )
+        sampling = request.sampling
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}; at least 1 is needed")
+        # One id that no model knows would fail the whole pass, and with it every row in it.
+        named = {
+            "prompt": request.prompt_ids,
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "stop_token_ids": sampling.stop_token_ids,
+            "forced tokens": [token for token, _ in request.forced],
+        }
+        for name, tokens in named.items():
+            if any(not 0 <= token < self.vocab_size for token in tokens):
+                raise ValueError(f"{name}: a token id is outside the vocabulary of {self.vocab_size}")
         if not self._fits_ever(request):
             raise ValueError(f"request {request.id} needs more KV cache than there is")
 
@@ -381,7 +394,7 @@ class Engine:
     def _shadow(self, row: Row, history: History, step: Step, reading: Reading) -> dict[str, Any]:
         """What routing would have decided here, had the text been the same."""
         policy = row.request.policy
-        left = row.request.sampling.max_tokens - step.idx
+        left = row.most_tokens - history.num_written
         limit = min(policy.draft_length, max(1, left - 1)) if policy.verified else policy.draft_length
         state = history.state(reading.token, limit, row.probe_u(step.idx))
         decision = decide(policy, state, reading.signals)

@@ -109,9 +109,12 @@ class Row:
     @property
     def num_left(self) -> int:
         """Tokens this choice may still write."""
-        return (
-            min(self.request.sampling.max_tokens, self.max_len - self.num_prompt) - self.history.num_written
-        )
+        return self.most_tokens - self.history.num_written
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens this choice may write at all."""
+        return min(self.request.sampling.max_tokens, self.max_len - self.num_prompt)
 
     @property
     def draft_limit(self) -> int:

@@ -11,9 +11,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 
 if TYPE_CHECKING:
     from tiny_pair import TinyPair
+
+# Tracebacks with all locals take seconds to draw.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 
 @pytest.fixture(scope="session")

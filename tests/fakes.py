@@ -263,7 +263,10 @@ def decode(engine: Engine, requests: Sequence[Request], max_ticks: int = 5000) -
     assert engine.idle, "the engine did not finish"
     assert engine.pool.num_free == engine.pool.num_blocks, "KV blocks leaked"
     for request in requests:
-        check_tape(request, got[request.id, request.choice])
+        answer = got[request.id, request.choice]
+        check_tape(request, answer)
+        assert answer.finished is not None
+        assert answer.finished.error is None
     return got
 
 
