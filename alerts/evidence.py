@@ -32,6 +32,7 @@ class Comparison:
         self.units = {"stable": 0, "canary": 0}
         self.missing = {"stable": 0, "canary": 0}
         self._sums = {"stable": 0.0, "canary": 0.0}
+        self._values = {"stable": [0.0, 0.0], "canary": [0.0, 0.0]}
         self._fresh = Blocks()
         self._returning = Blocks()
 
@@ -63,6 +64,17 @@ class Comparison:
         """The mean of both e-CUSUMs, itself one."""
         return (self.cusum.value + self.returning_cusum.value) / 2
 
+    def note(self, arm: str, value: float | None) -> None:
+        """Keep the metric's own value for the words of an alert; evidence uses losses only."""
+        if value is not None:
+            self._values[arm][0] += 1
+            self._values[arm][1] += value
+
+    def mean_value(self, arm: str) -> float | None:
+        """Mean of the metric itself, where it was known."""
+        count, total = self._values[arm]
+        return total / count if count else None
+
     def mean(self, arm: str) -> float | None:
         """Mean loss of an arm so far, None before its first unit."""
         return self._sums[arm] / self.units[arm] if self.units[arm] else None
@@ -81,6 +93,7 @@ class Comparison:
             "units": self.units,
             "missing": self.missing,
             "sums": self._sums,
+            "values": self._values,
             "fresh": self._fresh.to_dict(),
             "returning": self._returning.to_dict(),
         }  # fmt: skip
@@ -96,6 +109,7 @@ class Comparison:
         comparison.units = dict(state["units"])
         comparison.missing = dict(state["missing"])
         comparison._sums = dict(state["sums"])
+        comparison._values = {arm: list(pair) for arm, pair in state["values"].items()}
         comparison._fresh = Blocks.from_dict(state["fresh"])
         comparison._returning = Blocks.from_dict(state["returning"])
         return comparison
@@ -127,6 +141,7 @@ class Evidence:
             k = 1 + sum(other.startswith("score:") for other in self.comparisons)
             self.comparisons[key] = Comparison(Metric(key, SCORES_WEIGHT / (k * (k + 1)), self.margin / CLIP))
         self.comparisons[key].admit(unit, arm)
+        self.comparisons[key].note(arm, value)
         self.comparisons[key].resolve(unit, arm, 1.0 - value)
 
     @property
@@ -194,6 +209,7 @@ class Evidence:
                 "units": dict(c.units),
                 "missing": dict(c.missing),
                 "mean_loss": {arm: c.mean(arm) for arm in ("stable", "canary")},
+                "mean": {arm: c.mean_value(arm) for arm in ("stable", "canary")},
             }
             for name, c in self.comparisons.items()
         }

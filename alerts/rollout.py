@@ -126,9 +126,9 @@ class Rollout:
 
     # --- units ---
 
-    def admit(self, unit: str, arm: str, key: str | None, now: float, audited: bool) -> bool:
-        """A request arrives; whether it is a unit of evidence (see Units.admit)."""
-        return self.active and self.units.admit(unit, arm, key, now, audited)
+    def admit(self, unit: str, arm: str, key: str | None, now: float, audited: bool) -> str:
+        """A request arrives; `fresh`, `returning` or no unit of evidence (Units.admit)."""
+        return self.units.admit(unit, arm, key, now, audited) if self.active else ""
 
     def observe(self, unit: str, values: Mapping[str, float | None], now: float) -> None:
         """A unit's metrics are known (see Units.observe)."""

@@ -33,14 +33,14 @@ class Units:
         # key -> [last window, agreement losses known (or _WAITS), their mean]
         self._keys: dict[str, list[float]] = {}
 
-    def admit(self, unit: str, arm: str, key: str | None, now: float, audited: bool) -> bool:
-        """A request arrives; whether it is a unit of evidence.
+    def admit(self, unit: str, arm: str, key: str | None, now: float, audited: bool) -> str:
+        """A request arrives: `fresh` or `returning` where it is a unit of evidence, else empty.
 
         key: the sticky key, or None where the request is its own. audited: chosen, by hash, to be judged
         by the large model whatever it says.
         """
         if unit in self._pending:
-            return False
+            return ""
         digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest() if key is not None else None
         seen, before = False, None
         if digest is not None:
@@ -51,7 +51,7 @@ class Units:
                 if len(self._keys) > _MOST_KEYS:
                     self._keys.pop(next(iter(self._keys)))
             elif past[0] >= window or past[1] == _WAITS:
-                return False
+                return ""
             else:
                 seen, before = True, past[2] if past[1] else None
                 past[0] = window
@@ -77,7 +77,9 @@ class Units:
             "before": before,
             "metrics": metrics,
         }
-        return bool(metrics)
+        if not metrics:
+            return ""
+        return "returning" if seen else "fresh"
 
     def observe(self, unit: str, values: Mapping[str, float | None]) -> str | None:
         """A unit's metrics (as in losses.to_loss); one left out or None is missing, so worst.
@@ -89,7 +91,9 @@ class Units:
             return None
         for name in pending["metrics"]:
             loss = to_loss(name, values.get(name), self._baselines.get(name))
-            self.evidence.comparisons[name].resolve(unit, pending["arm"], loss, pending["before"])
+            comparison = self.evidence.comparisons[name]
+            comparison.note(pending["arm"], values.get(name))
+            comparison.resolve(unit, pending["arm"], loss, pending["before"])
             if name == "agreement" and (past := self._keys.get(pending["key"] or "")) is not None:
                 past[1] = pending["known"] + 1
                 past[2] += ((1.0 if loss is None else loss) - past[2]) / past[1]

@@ -1,0 +1,145 @@
+"""What one answer says about quality: its steps folded into the metrics of losses.METRICS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.core import Action, AuditStatus, Finished, FinishReason, Mode, Outcome, Reason, Step, Tier
+from gateway.policy import f32
+from gateway.request import Request, Trace
+
+_FLOOR = -10.0
+"""Least log probability a single token may count with, nats."""
+
+_SCORED = frozenset({Reason.CONFIDENT, Reason.LOW_CONFIDENCE})
+_PROPOSED = frozenset({Outcome.KEPT, Outcome.ACCEPTED, Outcome.REJECTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One finished answer.
+
+    values: by metric name, None where missing. judged: see is_judged. small_share: of the output tokens.
+    decisions: (kept, score minus threshold) of each scored one. worst: 0 good, 1 bad, to pick examples by.
+    """
+
+    request_id: str
+    arm: str
+    values: Mapping[str, float | None]
+    judged: bool
+    small_share: float | None
+    decisions: tuple[tuple[bool, float], ...]
+    finished: float
+    worst: float
+
+
+@dataclass(slots=True)
+class _Open:
+    request: Request
+    # seq -> whether the large model chose the same token (None: it has not said)
+    proposals: dict[int, bool | None] = field(default_factory=dict)
+    logps: dict[int, float | None] = field(default_factory=dict)
+    decisions: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    lost: bool = False
+
+
+class Answers:
+    """Choices under way, folded step by step."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], _Open] = {}
+
+    def admit(self, request: Request) -> None:
+        """A choice begins."""
+        self._open[request.id, request.choice] = _Open(request)
+
+    def step(self, step: Step) -> None:
+        """A new or restated row; one of an unknown choice is ignored."""
+        choice = self._open.get((step.request_id, step.choice))
+        if choice is None:
+            return
+        if step.reason in _SCORED and step.score is not None and step.threshold is not None:
+            choice.decisions[step.seq] = (step.action is Action.KEEP, step.score - f32(step.threshold))
+        if step.tier is Tier.SMALL and step.outcome in _PROPOSED:
+            same = None if step.large_choice is None else step.token_id == step.large_choice
+            choice.proposals[step.seq] = same
+        if step.written:
+            choice.logps[step.seq] = log(step.p_large) if step.p_large is not None else None
+
+    def finish(self, trace: Trace) -> Answer | None:
+        """The choice is complete, its audit included; None for one that was never admitted."""
+        choice = self._open.pop((trace.request.id, trace.request.choice), None)
+        if choice is None or trace.finished is None:
+            return None
+        values = _values(choice, trace.finished, trace.audit)
+        counts = trace.finished.counts
+        total = counts.completion_tokens
+        agreement = values["agreement"]
+        return Answer(
+            request_id=trace.request.id,
+            arm=trace.request.arm,
+            values=values,
+            judged=is_judged(trace.request),
+            small_share=counts.small_tokens / total if total else None,
+            decisions=tuple(choice.decisions.values()),
+            finished=trace.finished.timings.finished or trace.finished.timings.received,
+            worst=1.0 if agreement is None else 1.0 - agreement,
+        )
+
+    def lose(self, request_id: str, choice: int) -> None:
+        """Rows of this choice were lost: what it says of agreement is missing."""
+        if (request_id, choice) in self._open:
+            self._open[request_id, choice].lost = True
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+def log(p: float) -> float:
+    """The natural logarithm of a probability, at least _FLOOR."""
+    return max(math.log(p), _FLOOR) if p > 0 else _FLOOR
+
+
+def is_judged(request: Request) -> bool:
+    """Whether the large model will have examined every token of this answer: known at admission.
+
+    Verified policies are labelled as they decode; what they keep unverified once a token budget is spent
+    needs an audit, as everything does under `trust` and `small_only`.
+    """
+    policy = request.policy
+    if request.audited or policy.mode is Mode.LARGE_ONLY:
+        return True
+    return policy.verified and policy.large_token_budget is None
+
+
+def _values(choice: _Open, finished: Finished, audit: AuditStatus) -> dict[str, float | None]:
+    counts, times = finished.counts, finished.timings
+    total = counts.completion_tokens
+    end = times.finished if times.finished is not None else times.received
+    failed = finished.reason is FinishReason.ERROR
+    # A lost audit is missing as a whole; where the client left, only the tokens that were never labelled.
+    unaudited = audit is AuditStatus.LOST and finished.reason is not FinishReason.ABORT
+    lost = failed or choice.lost or unaudited
+    agreement: float | None = None
+    mean_logp: float | None = None
+    if not lost:
+        agreed_not = sum(same is not True for same in choice.proposals.values())
+        agreement = 1.0 - agreed_not / total if total else 1.0
+        logps = [_FLOOR if logp is None else logp for logp in choice.logps.values()]
+        mean_logp = sum(logps) / len(logps) if logps else 0.0
+    # Without a first token the wait so far is what the client knows.
+    first = times.first_token if times.first_token is not None else end
+    seconds = max(end - times.received, 1e-6)
+    drafted = counts.num_draft_tokens
+    return {
+        "agreement": agreement,
+        "mean_logp_large": mean_logp,
+        "acceptance": counts.num_accepted_draft_tokens / drafted if drafted else 1.0,
+        "guard_hits": counts.guard_hits / total if total else 0.0,
+        "errors": float(failed),
+        "length": float(total) if not failed else None,
+        "ttft": max(first - times.received, 0.0) if not failed else None,
+        "tokens_per_s": total / seconds if not failed else None,
+    }
