@@ -32,6 +32,8 @@ URL_FILE = "gateway.url"
 DRAIN_POLL_S = 0.05
 CLOSE_S = 5
 """Seconds that open connections get after the last answer."""
+SETTLE_S = 5.0
+"""Longest wait at the end for steps that still lack something."""
 MAX_HEADER_BYTES = 65_536
 
 Load = Callable[[Sequence[Observer]], Worker]
@@ -106,9 +108,12 @@ class Gateway:
         metrics.watch_tape(lambda: self._recorder.queue_depth, lambda: dict(self._recorder.dropped))
 
     def _close(self, worker: Worker | None) -> None:
-        if worker is not None:
-            worker.stop()
-        self._recorder.close()
+        try:
+            if worker is not None:
+                # Answers are out; what is left are last signals and audits.
+                worker.stop(SETTLE_S)
+        finally:
+            self._recorder.close()
 
     def _drain_soon(self) -> None:
         """A signal came: stop taking requests, let the running ones finish; a second signal ends at once."""

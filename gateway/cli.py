@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from gateway import cli_models, cli_replay, cli_serve
 from gateway.config import ConfigError, markdown
 
-FAILED, USAGE = 1, 2
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 when fine, 1 when a check failed, 2 for a usage or config error."""
@@ -20,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
     except ConfigError as error:
         print(f"tokentape: {error}", file=sys.stderr)
-        return USAGE
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     return status

@@ -28,7 +28,9 @@ Seconds = Annotated[float, Meta(gt=0.0)]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message is one line and names the key."""
+    """A setting that cannot be used; the message is one line and names the key. exit_code: the command's."""
+
+    exit_code = 2
 
 
 class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from gateway.policy import Policy
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The keys that a request's `routing` object and a `[policy.<name>]` table have in common."""
 
     mode: Annotated[
@@ -71,7 +71,7 @@ class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
 
 
-class Routing(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Routing(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body field `routing` of one request."""
 
     policy: Annotated[
@@ -80,7 +80,7 @@ class Routing(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
 
 
-class PolicyTable(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PolicyTable(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `[policy.<name>]` table of the config file: every field of `gateway.policy.Policy`."""
 
     probe_rate: Annotated[

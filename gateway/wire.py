@@ -7,6 +7,7 @@ means absent.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -164,6 +165,32 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     tokens: list[TokenId]
 
 
+class TraceQuery(Body, frozen=True, kw_only=True):
+    """GET /v1/traces: a page, and which traces; since and until in Unix seconds."""
+
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 50
+    cursor: str | None = None
+    arm: str | None = None
+    finish_reason: str | None = None
+    since: float | None = None
+    until: float | None = None
+    q: str | None = None
+    min_guard_hits: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+
+
+class StepsQuery(Body, frozen=True, kw_only=True):
+    """GET /v1/traces/{id}/steps: output positions from <= idx < to of one choice."""
+
+    choice: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    start: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = msgspec.field(name="from", default=None)
+    stop: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = msgspec.field(name="to", default=None)
+
+
+class NoQuery(Body, frozen=True, kw_only=True):
+    """An endpoint without query parameters."""
+
+
 B = TypeVar("B", bound=Body)
 
 _MESSAGE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<at>.*)`)?$", re.DOTALL)
@@ -181,6 +208,19 @@ def decode(raw: bytes, kind: type[B]) -> B:
         raise BodyError(f"The body is not valid JSON: {error}", None, "invalid_json") from None
     except RecursionError:
         raise BodyError("The body is nested too deeply", None, "invalid_json") from None
+
+
+def decode_query(pairs: Iterable[tuple[str, str]], kind: type[B]) -> B:
+    """Query parameters as a struct; raises BodyError naming the one at fault."""
+    values: dict[str, str] = {}
+    for name, value in pairs:
+        if name in values:
+            raise BodyError(f"{name}: given twice", name, "invalid_value")
+        values[name] = value
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def fields(body: Body) -> dict[str, Any]:

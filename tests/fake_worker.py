@@ -79,6 +79,9 @@ class FakeWorker:
     def settle(self, timeout_s: float = 30.0) -> bool:
         return True
 
+    def stop(self, drain_s: float = 0.0) -> None:
+        self.ready = False
+
     def submit(self, request: Request, deliver: Deliver) -> None:
         with self._lock:
             if len(self.jobs) >= self.capacity:

@@ -23,12 +23,13 @@ TINY = Config(models=ModelsConfig(preset="tiny"))
 
 
 @contextmanager
-def serving(service: Service) -> Iterator[str]:
-    """The service's URL while it is served."""
+def serving(service: Service, send_buffer: int | None = None) -> Iterator[str]:
+    """The service's URL while it is served; send_buffer: bytes the sockets hold for a client."""
+    app = build_http(service)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(build_http(service), lifespan="off", ws="none", log_config=None, access_log=False)
-    )
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     host, port = listener.getsockname()
@@ -55,14 +56,16 @@ class FakeGateway:
 
 
 @contextmanager
-def fake_gateway(config: Config = TINY, data_dir: Path | None = None) -> Iterator[FakeGateway]:
+def fake_gateway(
+    config: Config = TINY, data_dir: Path | None = None, send_buffer: int | None = None
+) -> Iterator[FakeGateway]:
     """A gateway without models; with a tape when data_dir is given."""
     recorder = Recorder(data_dir) if data_dir is not None else None
     metrics = Metrics()
     worker = FakeWorker(observers=[metrics] if recorder is None else [recorder, metrics])
     service = Service(config=config, metrics=metrics, model_name="tiny", recorder=recorder, engine=worker)
     try:
-        with serving(service) as url:
+        with serving(service, send_buffer) as url:
             gateway = FakeGateway(service, worker, url)
             yield gateway
             gateway.http.close()

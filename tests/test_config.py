@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config import Config, ConfigError, load_config, markdown
@@ -102,6 +102,7 @@ def test_a_bad_variable_is_named(variable: str) -> None:
         load_config(None, {variable: "x"})
 
 
+@settings(max_examples=40)
 @given(st.text(min_size=1, max_size=30))
 def test_no_unknown_key_is_accepted(key: str) -> None:
     known = set(PolicyTable.__struct_fields__)

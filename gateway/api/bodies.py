@@ -1,4 +1,4 @@
-"""Reading a JSON body."""
+"""Reading a JSON body or the query."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from litestar import Request
 
 from gateway.api.errors import ApiError
-from gateway.wire import Body, decode
+from gateway.wire import Body, decode, decode_query
 
 B = TypeVar("B", bound=Body)
 
@@ -23,3 +23,8 @@ async def read_body(request: Request[Any, Any, Any], kind: type[B]) -> B:
             code="unsupported_content_type",
         )
     return decode(await request.body(), kind)
+
+
+def read_query(request: Request[Any, Any, Any], kind: type[B]) -> B:
+    """The query parameters as a struct; BodyError for a bad or unknown one."""
+    return decode_query(request.query_params.multi_items(), kind)

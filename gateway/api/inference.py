@@ -129,7 +129,9 @@ async def _events(
             yield event(chunk)
         yield DONE
     except (Failed, Cancelled, TooLate) as error:
-        yield event(_ended_early(error, service).envelope)
+        told = _ended_early(error, service)
+        access["error"] = told.code
+        yield event(told.envelope)
     except Exception as error:
         log.exception("stream_failed", request_id=live.id)
         yield event(as_api_error(error).envelope)

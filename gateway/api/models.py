@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from litestar import Request, Response, get, post
+from litestar.params import FromPath
 
 from gateway.api.bodies import read_body
 from gateway.api.service import Service, service_of
@@ -22,7 +23,7 @@ async def list_models(request: HttpRequest) -> Response[bytes]:
 
 
 @get("/v1/models/{model_id:path}")
-async def get_model(request: HttpRequest, model_id: str) -> Response[bytes]:
+async def get_model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
     """That model, or 404."""
     service = service_of(request.app.state)
     service.check_model(model_id.removeprefix("/"))

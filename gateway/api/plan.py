@@ -14,7 +14,7 @@ from gateway.core import Sampling
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.routing import PolicyConflict, Routing, overlay
-from gateway.text import ChatTemplateError, Tokenizer
+from gateway.text import Tokenizer
 from gateway.wire import (
     BodyError,
     ChatRequest,
@@ -98,9 +98,10 @@ def plan_chat(
         raise BodyError(
             "continue_final_message excludes add_generation_prompt", "continue_final_message", "invalid_value"
         )
+    messages = [_template_message(message, i) for i, message in enumerate(body.messages)]
     try:
         prompt = tokenizer.chat(
-            [_template_message(message, i) for i, message in enumerate(body.messages)],
+            messages,
             add_generation_prompt=(
                 not body.continue_final_message
                 if body.add_generation_prompt is None
@@ -109,8 +110,6 @@ def plan_chat(
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs,
         )
-    except ChatTemplateError as error:
-        raise BodyError(f"messages: {error}", "messages", "invalid_value") from None
     except ValueError as error:
         raise BodyError(f"messages: {error}", "messages", "invalid_value") from None
     max_tokens = body.max_completion_tokens or body.max_tokens

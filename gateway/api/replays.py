@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from litestar import Request, Response, get
+from litestar.params import FromPath
 
 from gateway.api.errors import ApiError
 from gateway.api.models import as_json
@@ -24,7 +25,7 @@ async def replay_all(request: HttpRequest) -> Response[bytes]:
 
 
 @get("/v1/traces/{trace_id:str}/replay")
-async def replay_one(request: HttpRequest, trace_id: str) -> Response[bytes]:
+async def replay_one(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """Recompute every decision of one trace."""
     reader = reader_of(service_of(request.app.state))
     report = await asyncio.to_thread(replay_trace, reader, trace_id)

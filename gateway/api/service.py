@@ -107,6 +107,10 @@ class Service:
         while len(self._ended) > REMEMBERED_IDS:
             self._ended.popitem(last=False)
 
+    def forget_ended(self) -> None:
+        """Leave the clash of ids to the tape alone, as after a restart."""
+        self._ended.clear()
+
 
 def clash(request_id: str) -> ApiError:
     """409: the client's x-request-id names a trace that exists; trying again cannot help."""

@@ -4,95 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow as pa
 from litestar import Request, Response, get
-from litestar.params import Parameter
+from litestar.params import FromPath
 
+from gateway.api.bodies import read_query
 from gateway.api.errors import ApiError
 from gateway.api.models import as_json
 from gateway.api.service import Service, service_of
+from gateway.wire import StepsQuery, TraceQuery
 from gateway.wire_out import Columns, TraceList
 from logs.reader import BadCursor, Reader, TraceFilter
 
 HttpRequest = Request[Any, Any, Any]
-LIST_QUERY = (
-    *("limit", "cursor", "arm", "finish_reason", "since", "until", "q"),
-    *("min_guard_hits", "max_acceptance"),
-)
 SETTLE_S = 2.0
 """Longest wait for the last signals of a choice whose client has its answer."""
 ARROW = "application/vnd.apache.arrow.stream"
 
 
 @get("/v1/traces")
-async def list_traces(
-    request: HttpRequest,
-    limit: Annotated[int, Parameter(ge=1, le=1000)] = 50,
-    cursor: str | None = None,
-    arm: str | None = None,
-    finish_reason: str | None = None,
-    since: float | None = None,
-    until: float | None = None,
-    q: str | None = None,
-    min_guard_hits: Annotated[int | None, Parameter(ge=0)] = None,
-    max_acceptance: Annotated[float | None, Parameter(ge=0, le=1)] = None,
-) -> Response[bytes]:
+async def list_traces(request: HttpRequest) -> Response[bytes]:
     """A page of summaries, newest first."""
-    only_query(request, *LIST_QUERY)
+    query = read_query(request, TraceQuery)
     reader = reader_of(service_of(request.app.state))
     filters = TraceFilter(
-        arm=arm,
-        finish_reason=finish_reason,
-        since=since,
-        until=until,
-        q=q,
-        min_guard_hits=min_guard_hits,
-        max_acceptance=max_acceptance,
+        arm=query.arm,
+        finish_reason=query.finish_reason,
+        since=query.since,
+        until=query.until,
+        q=query.q,
+        min_guard_hits=query.min_guard_hits,
+        max_acceptance=query.max_acceptance,
     )
     try:
-        data, next_cursor = await asyncio.to_thread(reader.traces, limit, cursor, filters)
+        data, next_cursor = await asyncio.to_thread(reader.traces, query.limit, query.cursor, filters)
     except BadCursor as error:
         raise ApiError(400, f"cursor: {error}", param="cursor", code="invalid_value") from None
     return as_json(TraceList(data=data, next_cursor=next_cursor))
 
 
 @get("/v1/traces/{trace_id:str}")
-async def get_trace(request: HttpRequest, trace_id: str) -> Response[bytes]:
+async def get_trace(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """One summary."""
     return as_json(await summary(service_of(request.app.state), trace_id))
 
 
 @get("/v1/traces/{trace_id:str}/steps")
-async def get_steps(
-    request: HttpRequest,
-    trace_id: str,
-    choice: Annotated[int, Parameter(ge=0, le=2**31 - 1)] = 0,
-    start: Annotated[int | None, Parameter(query="from", ge=0, le=2**31 - 1)] = None,
-    stop: Annotated[int | None, Parameter(query="to", ge=0, le=2**31 - 1)] = None,
-) -> Response[bytes]:
+async def get_steps(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """The steps of one choice at output positions from <= idx < to: columns, or an Arrow stream."""
-    only_query(request, "choice", "from", "to")
+    query = read_query(request, StepsQuery)
     service = service_of(request.app.state)
     reader = reader_of(service)
     found = await summary(service, trace_id)
-    if choice >= found["num_choices"]:
+    if query.choice >= found["num_choices"]:
         raise ApiError(
             404, f"choice: the trace has {found['num_choices']} choices", param="choice", code="not_found"
         )
-    table = await asyncio.to_thread(reader.steps, trace_id, choice, start, stop)
+    table = await asyncio.to_thread(reader.steps, trace_id, query.choice, query.start, query.stop)
     if ARROW in request.headers.get("accept", ""):
         return Response(_arrow_stream(table), media_type=ARROW)
     columns = {name: _json_values(table[name]) for name in table.column_names}
     return as_json(Columns(columns=columns))
-
-
-def only_query(request: HttpRequest, *names: str) -> None:
-    """ApiError 400 for a query parameter that is not among names."""
-    for name in request.query_params:
-        if name not in names:
-            raise ApiError(400, f"{name}: unknown query parameter", param=name, code="unknown_parameter")
 
 
 def reader_of(service: Service) -> Reader:
