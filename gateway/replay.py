@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from gateway.core import Accept, Action, Mode, Outcome, Reason, Signals, Tier
-from gateway.policy import Decision, History, Policy, State, decide, decide_early, f32
+from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup, f32
 
 COLUMNS = (
     "idx", "seq", "draft_pos", "token_id", "tier", "action", "reason", "score", "threshold", "top1_p",
@@ -160,6 +160,8 @@ class _Written:
 
     def compare(self, i: int) -> Iterable[Found]:
         rows = self.rows
+        if rows.tier[i] is Tier.LOOKUP:
+            return self._compare_lookup(i)
         proposal = rows.small_choice[i]
         state = self.history.state(proposal, rows.draft_limit[i], rows.probe_u[i])
         guard = state.guard_value
@@ -176,11 +178,21 @@ class _Written:
                 state = replace(state, guard_value=guard)
         return _differences(rows, i, state, guard, decide(self.policy, state, signals))
 
+    def _compare_lookup(self, i: int) -> Iterable[Found]:
+        rows = self.rows
+        state = self.history.state(rows.token_id[i], rows.draft_limit[i], rows.probe_u[i])
+        if rows.token_id[i] is None or self.blind:
+            state = replace(state, guard_value=rows.guard_value[i])
+        decision = decide_lookup(self.policy, state)
+        if decision is None:
+            return [(i, "action", rows.action[i], None)]
+        return _differences(rows, i, state, state.guard_value, decision)
+
     def push(self, i: int) -> None:
         rows, outcome = self.rows, self.rows.outcome[i]
         token = rows.token_id[i]
         if token is None:
-            # Without token ids (capture level `signals`) any will do: guard values are then the recorded ones.
+            # Without token ids (capture level `signals`) any will do: guard values are the recorded ones.
             self.blind, token = True, 0
         if outcome is Outcome.ACCEPTED:
             self.history.draft(token)
@@ -284,18 +296,18 @@ def _consistency(policy: Policy, rows: Rows) -> list[Found]:
         if tier is Tier.LARGE:
             if y is not None and token != y:
                 found.append((i, "token_id", token, y))
-        elif tier is Tier.SMALL:
-            if token != x:
-                found.append((i, "token_id", token, x))
-            if (
-                exact
-                and y is not None
-                and outcome in EXAMINED
-                and (outcome is Outcome.ACCEPTED) != (token == y)
-            ):
-                found.append((i, "outcome", outcome, "accepted" if token == y else "rejected"))
-        else:
+        elif tier is Tier.SMALL and token != x:
+            found.append((i, "token_id", token, x))
+        elif not isinstance(tier, Tier):
             found.append((i, "tier", tier, "small, large or lookup"))
+        # Looked-up drafts need the large model's own token whatever the accept rule.
+        elif (
+            (exact or tier is Tier.LOOKUP)
+            and y is not None
+            and outcome in EXAMINED
+            and (outcome is Outcome.ACCEPTED) != (token == y)
+        ):
+            found.append((i, "outcome", outcome, "accepted" if token == y else "rejected"))
     return found
 
 

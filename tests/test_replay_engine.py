@@ -1,0 +1,92 @@
+"""Decision replay of what the real engine writes, over scripted models."""
+
+from dataclasses import asdict
+
+import pytest
+from fakes import ask_for, decode, fake_engine, near, noise_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core import Accept, Mode, Reason, Tier
+from gateway.policy import Policy
+from gateway.replay import COLUMNS, replay
+from logs.rows import Capture, step_table
+
+VOCABULARY = 8
+LARGE = noise_logits(1, VOCABULARY, memory=2)
+SMALL = near(LARGE, 2, 1.0)
+
+policies = st.builds(
+    Policy,
+    mode=st.sampled_from([*[Mode.ROUTED] * 5, *Mode]),
+    accept=st.sampled_from([a for a in Accept if a is not Accept.EXACT] + [Accept.EXACT] * 3),
+    threshold=st.floats(0, 0.7),
+    draft_length=st.integers(1, 6),
+    protect_first=st.integers(0, 4),
+    max_small_run=st.integers(1, 12),
+    lookup=st.booleans(),
+    run_weight=st.sampled_from([0.0, -0.3]),
+    acceptance_weight=st.sampled_from([0.0, 0.25]),
+    loop_ngram=st.integers(1, 5),
+    loop_limit=st.integers(0, 3),
+    probe_rate=st.sampled_from([0.0, 0.3]),
+)
+
+
+def replayed(policy, answer, capture=Capture.FULL):
+    row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
+    return replay(row, step_table(answer.tape, [1] * len(answer.tape), capture).select(COLUMNS))
+
+
+def run(policy, *, forced=(), budget=None, **sampling):
+    policy = policy if budget is None or policy.accept is Accept.EXACT else _with_budget(policy, budget)
+    request = ask_for(policy=policy, max_tokens=24, **sampling)
+    if forced:
+        request = _with_forced(request, forced)
+    return policy, decode(fake_engine(SMALL, LARGE, vocab_size=VOCABULARY), [request])["r", 0]
+
+
+def _with_budget(policy, budget):
+    return Policy(**(asdict(policy) | {"large_token_budget": max(budget, policy.protect_first)}))
+
+
+def _with_forced(request, forced):
+    return type(request)(**{name: getattr(request, name) for name in request.__slots__} | {"forced": forced})
+
+
+@settings(max_examples=60, deadline=None)
+@given(policies, st.none() | st.integers(2, 8), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
+def test_every_decision_of_the_engine_replays(policy, budget, temperature, seed):
+    policy, answer = run(policy, budget=budget, temperature=temperature, seed=seed)
+
+    result = replayed(policy, answer)
+
+    assert result.mismatches == []
+    assert result.decisions > 0 or not answer.output
+
+
+@settings(max_examples=20, deadline=None)
+@given(policies, st.integers(0, 99))
+def test_and_so_it_does_without_token_ids(policy, seed):
+    policy, answer = run(policy, temperature=1.0, seed=seed)
+
+    assert replayed(policy, answer, Capture.SIGNALS).mismatches == []
+
+
+@pytest.mark.parametrize("accept", [Accept.EXACT, Accept.TRUST])
+def test_and_so_it_does_from_a_forks_given_tokens_on(accept):
+    given_tokens = tuple((i % 3, tier) for i, tier in enumerate([Tier.LARGE, Tier.SMALL, Tier.SMALL] * 2))
+    policy, answer = run(Policy(accept=accept, protect_first=0, threshold=0.2), forced=given_tokens)
+
+    assert replayed(policy, answer).mismatches == []
+
+
+def test_the_engine_looked_something_up():
+    """The properties above would prove little about lookup if it never fired."""
+    seen = set()
+    for seed in range(6):
+        policy = Policy(protect_first=0, threshold=0.9, loop_limit=0)
+        _, answer = run(policy, seed=seed, temperature=0.7)
+        seen |= {(row.tier, row.reason, row.outcome.value) for row in answer.tape}
+
+    assert {(Tier.LOOKUP, Reason.LOOKUP_HIT, o) for o in ("accepted", "rejected")} <= seen
