@@ -152,6 +152,7 @@ def fake_engine(
     prefill_chunk: int = 512,
     clock: Callable[[], float] | None = None,
     tokenizer: Any = None,
+    **options: Any,
 ) -> Engine:
     """An engine over two scripted models."""
     return Engine(
@@ -163,6 +164,7 @@ def fake_engine(
         max_rows=max_rows,
         max_model_len=max_model_len,
         clock=clock or Clock(step=1e-3),
+        **options,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
+from typing import Any
 
 from gateway import tiny
 from gateway.cache import BlockPool
@@ -43,6 +44,7 @@ class TinyPair:
         large_wait_s: float = 0.0,
         prefill_chunk: int = 512,
         clock: Callable[[], float] = time,
+        **options: Any,
     ) -> Engine:
         """A fresh engine over the shared models; max_model_len at most BLOCK_SIZE."""
         return Engine(
@@ -54,4 +56,5 @@ class TinyPair:
             max_rows=max_rows,
             max_model_len=max_model_len,
             clock=clock,
+            **options,
         )
