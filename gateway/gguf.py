@@ -36,6 +36,12 @@ CONFIGS: Mapping[str, type[PretrainedConfig]] = {
 }
 """general.architecture -> config class."""
 
+SLOWDOWN = "rope_freqs.weight"
+"""[head size / 2]: what Llama 3.1 and later divide each rotary frequency by."""
+
+LLAMA3_ROTARY = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The published constants of Llama 3.1 to 3.3; GGUF keeps only what follows from them."""
+
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -67,12 +73,14 @@ def convert(file: Path, folder: Path, label: str) -> None:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelsError(f"{file}: not a readable GGUF file ({error})") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = _config(fields, {t.name: tuple(int(n) for n in t.shape) for t in reader.tensors})
+    slowdown = next((np.array(t.data) for t in reader.tensors if t.name == SLOWDOWN), None)
+    tensors = [t for t in reader.tensors if t.name != SLOWDOWN]
+    config = _config(fields, {t.name: tuple(int(n) for n in t.shape) for t in tensors}, slowdown)
     tokenizer = tokenizer_of(fields, config.max_position_embeddings)
     ends = end_ids(fields)
     config.eos_token_id, config.bos_token_id = ends[0] if ends else None, tokenizer.bos_token_id
     config.pad_token_id = tokenizer.pad_token_id
-    _write_weights(reader.tensors, config, folder, label)
+    _write_weights(tensors, config, folder, label)
     config.save_pretrained(folder)
     GenerationConfig(
         eos_token_id=ends or None, bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id
@@ -80,7 +88,9 @@ def convert(file: Path, folder: Path, label: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> PretrainedConfig:
+def _config(
+    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], slowdown: np.ndarray | None
+) -> PretrainedConfig:
     arch = fields.get("general.architecture", "")
     if arch not in CONFIGS:
         raise ModelsError(
@@ -99,9 +109,9 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         raise ModelsError(
             f"GGUF: {arch}.attention.sliding_window is set; sliding-window attention is not supported"
         )
-    if value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in shapes:
+    if value("rope.scaling.type", "none") != "none":
         raise ModelsError(
-            "GGUF: scaled rotary embeddings are not supported; name the Hugging Face folder or hub id instead"
+            f"GGUF: {arch}.rope.scaling.type is set; name the model's Hugging Face folder or hub id instead"
         )
     heads, hidden = value("attention.head_count"), value("embedding_length")
     kv_heads = value("attention.head_count_kv", heads)
@@ -110,6 +120,7 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     head_dim = value("attention.key_length", hidden // heads)
     if value("rope.dimension_count", head_dim) != head_dim:
         raise ModelsError(f"GGUF: {arch}.rope.dimension_count differs from the head size; not supported")
+    theta = float(value("rope.freq_base", 10000.0))
     settings: dict[str, Any] = {
         "architectures": [CONFIGS[arch].__name__.replace("Config", "ForCausalLM")],
         "vocab_size": shapes["token_embd.weight"][1],
@@ -121,7 +132,7 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         "max_position_embeddings": value("context_length"),
         # Stored as float32: its shortest decimal form is the number that was meant (1e-06).
         "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(value("rope.freq_base", 10000.0))},
+        "rope_parameters": _rotary(theta, head_dim, slowdown),
         "tie_word_embeddings": "output.weight" not in shapes,
         "dtype": "bfloat16",
     }
@@ -129,6 +140,21 @@ def _config(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     if arch != "qwen2":
         settings["head_dim"] = head_dim
     return CONFIGS[arch](**settings)
+
+
+def _rotary(theta: float, head_dim: int, slowdown: np.ndarray | None) -> dict[str, Any]:
+    """Hugging Face's rope_parameters; a slowdown must be the one that Llama 3's rule gives."""
+    if slowdown is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    factor = float(slowdown.max())
+    low, high, trained = LLAMA3_ROTARY.values()
+    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    share = np.clip((trained / wavelength - low) / (high - low), 0.0, 1.0)
+    if not np.allclose(slowdown, 1 / ((1 - share) / factor + share), rtol=1e-3):
+        raise ModelsError(
+            f"GGUF: {SLOWDOWN} is not Llama 3's; name the Hugging Face folder or hub id instead"
+        )
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3_ROTARY}
 
 
 def _write_weights(tensors: list[Any], config: PretrainedConfig, folder: Path, label: str) -> None:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from gateway.config import ModelsConfig
 from gateway.fetch import Source, Wheel, fetch
+from gateway.progress import quiet_hub, say
 from gateway.servable import ModelsError, check_servable
 from gateway.store import cache_dir, one_at_a_time, publish, remembered_hash
 
@@ -171,6 +172,8 @@ def _local(key: str, name: str) -> Path:
     hub = HUB_ID.match(name)
     if hub is None or path.suffix == ".gguf":
         raise ModelsError(f"{key}: {name!r} is no folder, GGUF file or hub id")
+    quiet_hub()
+    say(f"{name}: looking on the Hugging Face hub")
     try:
         got = huggingface_hub.snapshot_download(
             hub["repo"], revision=hub["revision"], allow_patterns=HUB_FILES

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from tqdm import tqdm
 
 LINE_SHARE = 0.25
@@ -17,6 +18,12 @@ def say(text: str) -> None:
     """One line on stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def quiet_hub() -> None:
+    """Away from a terminal, keep the hub client's own bars from writing thousands of lines."""
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 @contextmanager

@@ -59,7 +59,10 @@ def publish(folder: Path, make: Callable[[Path], None]) -> None:
     half = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         make(half)
+        # Temporary directories and safetensors files are private by default; a cache may be shared.
         half.chmod(0o755)
+        for file in half.iterdir():
+            file.chmod(0o644)
         half.rename(folder)
     finally:
         shutil.rmtree(half, ignore_errors=True)

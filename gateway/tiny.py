@@ -188,6 +188,7 @@ def _noisy(weights: Mapping[str, torch.Tensor], level: float, seed: int) -> dict
 def _save(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir()
     save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     _config().save_pretrained(folder)
     GenerationConfig(eos_token_id=[IM_END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID).save_pretrained(
         folder

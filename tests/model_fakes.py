@@ -45,14 +45,14 @@ def vocabulary() -> list[str]:
     return [*_byte_stand_ins(), *(m.replace(" ", "") for m in MERGES), *CONTROL_TOKENS]
 
 
-def hf_model(family: str, tied: bool = False) -> torch.nn.Module:
+def hf_model(family: str, tied: bool = False, **settings: object) -> torch.nn.Module:
     """A random model whose weights are exact in bfloat16, so that conversion loses nothing."""
     torch.manual_seed(0)
     config, kind = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[family]
-    model = kind(config(**SHAPE, rope_theta=5e5, tie_word_embeddings=tied)).eval()
+    model = kind(config(**{"rope_theta": 5e5, **SHAPE, **settings}, tie_word_embeddings=tied)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.1 if p.ndim > 1 else 0.5)
@@ -76,7 +76,7 @@ def write_gguf(
     extra: dict[str, int | str] | None = None,
     pre: str = "qwen2",
     quantize: tuple[str, ...] = (),
-    more_tensors: tuple[str, ...] = (),
+    more_tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
     """model as a GGUF file; tensors whose name holds one of `quantize` are packed as Q8_0."""
     config = model.config
@@ -118,8 +118,8 @@ def write_gguf(
             out.add_tensor(where, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             out.add_tensor(where, array)
-    for name in more_tensors:
-        out.add_tensor(name, np.ones(4, dtype=np.float32))
+    for name, array in (more_tensors or {}).items():
+        out.add_tensor(name, array)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from model_fakes import MERGES, hf_model, vocabulary, write_gguf
@@ -34,6 +35,26 @@ def test_logits_are_the_original_models(tmp_path: Path, family: str, tied: bool)
     check_servable(folder)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert again.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_llama_3s_slowed_rotary_is_recognised(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_type": "llama3", "rope_theta": 5e5}
+    model = hf_model("llama", rope_parameters=scaling, head_dim=32)
+    plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
+    slowdown = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert 1 < len(set(slowdown.round(3))) < 16
+    folder = converted(
+        tmp_path,
+        model,
+        extra={"llama.attention.key_length": 32},
+        more_tensors={"rope_freqs.weight": slowdown.astype(np.float32)},
+    )
+    check_servable(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     with torch.no_grad():
         torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
@@ -98,10 +119,10 @@ def test_llama_3_splits_digits_by_threes() -> None:
     [
         ({"extra": {"qwen2.attention.sliding_window": 4096}}, "sliding_window"),
         ({"extra": {"qwen2.expert_count": 8}}, "experts"),
-        ({"extra": {"qwen2.rope.scaling.type": "yarn"}}, "scaled rotary"),
+        ({"extra": {"qwen2.rope.scaling.type": "yarn"}}, r"rope\.scaling\.type"),
         ({"extra": {"qwen2.rope.dimension_count": 8}}, "dimension_count"),
-        ({"more_tensors": ("rope_freqs.weight",)}, "scaled rotary"),
-        ({"more_tensors": ("blk.0.ssm_a",)}, "blk.0.ssm_a"),
+        ({"more_tensors": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}}, "is not Llama 3's"),
+        ({"more_tensors": {"blk.0.ssm_a": np.ones(4, dtype=np.float32)}}, r"blk\.0\.ssm_a"),
         ({"pre": "deepseek-coder"}, "pre-tokenizer 'deepseek-coder'"),
     ],
     ids=lambda value: str(value)[:40],
