@@ -276,7 +276,8 @@ def _differences(rows: Rows, i: int, state: State, guard: float, decision: Decis
 def _consistency(policy: Policy, rows: Rows) -> list[Found]:
     """What needs no fold: no row missing, tokens are those of the tier that wrote them, `exact` was exact."""
     found: list[Found] = []
-    exact = policy.verified and policy.accept is Accept.EXACT
+    # Under `trust` only looked-up tokens are examined, and they need the large model's own token.
+    exact = policy.accept in (Accept.EXACT, Accept.TRUST)
     threshold = f32(policy.threshold)
     columns = zip(
         rows.seq, rows.tier, rows.outcome, rows.token_id, rows.small_choice, rows.large_choice,
@@ -300,12 +301,8 @@ def _consistency(policy: Policy, rows: Rows) -> list[Found]:
             found.append((i, "token_id", token, x))
         elif not isinstance(tier, Tier):
             found.append((i, "tier", tier, "small, large or lookup"))
-        # Looked-up drafts need the large model's own token whatever the accept rule.
         elif (
-            (exact or tier is Tier.LOOKUP)
-            and y is not None
-            and outcome in EXAMINED
-            and (outcome is Outcome.ACCEPTED) != (token == y)
+            exact and y is not None and outcome in EXAMINED and (outcome is Outcome.ACCEPTED) != (token == y)
         ):
             found.append((i, "outcome", outcome, "accepted" if token == y else "rejected"))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -27,8 +27,10 @@ from gateway.core import (
 from gateway.engine import Engine
 from gateway.layout import Feed, Forward
 from gateway.policy import Policy, f32
+from gateway.replay import COLUMNS, replay
 from gateway.request import Request
 from gateway.scheduler import Scheduler
+from logs.rows import Capture, step_table
 
 Logits = Callable[[tuple[int, ...]], Sequence[float]]
 """Next-token logits as a function of the whole context."""
@@ -267,6 +269,7 @@ def decode(engine: Engine, requests: Sequence[Request], max_ticks: int = 5000) -
     for request in requests:
         answer = got[request.id, request.choice]
         check_tape(request, answer)
+        check_replay(request, answer)
         assert answer.finished is not None
         assert answer.finished.error is None
     return got
@@ -331,6 +334,16 @@ def check_tape(request: Request, answer: Answer) -> None:
             assert row.small_topk is not None
     if answer.audit is AuditStatus.COMPLETE:
         assert all(row.large_choice is not None for row in output)
+
+
+def check_replay(request: Request, answer: Answer) -> None:
+    """Every decision and every state of the tape follows from the rows before it (gateway.replay)."""
+    rows = step_table(answer.tape, [1] * len(answer.rows), Capture.FULL).select(COLUMNS)
+    about = {"request_id": request.id, "choice": request.choice, "policy": asdict(request.policy)}
+    replayed = replay(about, rows)
+    assert replayed.mismatches == []
+    decided = sum(row.action is not None for row in answer.tape)
+    assert replayed.decisions == decided
 
 
 def decode_one(engine: Engine, request: Request) -> Answer:
