@@ -64,6 +64,10 @@ class Tokenizer:
         eos_ids = _eos_ids_in(path / "generation_config.json") | _eos_ids_in(path / "config.json")
         return cls(hf, eos_ids | ({hf.eos_token_id} if hf.eos_token_id is not None else set()))
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return str(self._fast.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; control tokens spelled out in it are honoured. ValueError on lone surrogates."""
         _check_unicode(text)

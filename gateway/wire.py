@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -95,59 +95,6 @@ class CompletionRequest(DecodingRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-
-
-class TextPart(Body, frozen=True, kw_only=True):
-    """One part of a message's content; only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(Body, frozen=True, kw_only=True):
-    """The function of a tool call; arguments is JSON text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body, frozen=True, kw_only=True):
-    """A tool call that an assistant message made."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(Body, frozen=True, kw_only=True):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-
-
-class ResponseFormat(Body, frozen=True, kw_only=True):
-    """`response_format`; only plain text is served."""
-
-    type: Literal["text"]
-
-
-class ChatRequest(DecodingRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Length | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):

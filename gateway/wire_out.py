@@ -135,12 +135,37 @@ class ChatLogprobs(Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(Struct, frozen=True, kw_only=True):
+    """The function of a call; arguments is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MadeToolCall(Struct, frozen=True, kw_only=True):
+    """A tool call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """A whole tool call in a stream, the index-th of its choice."""
+
+    index: int
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Struct, frozen=True, kw_only=True):
     """The whole answer of one choice."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
+    tool_calls: list[MadeToolCall] | UnsetType = UNSET
 
 
 class MessageDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,6 +173,7 @@ class MessageDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):

@@ -74,6 +74,11 @@ class Worker:
         return self.engine.tokenizer
 
     @property
+    def vocab_size(self) -> int:
+        """Ids that both models' heads have."""
+        return self.engine.vocab_size
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.engine.max_model_len

@@ -57,6 +57,7 @@ class FakeWorker:
     def __init__(self, observers: Sequence[Observer] = (), answer: str = ANSWER) -> None:
         self.tokenizer = tiny_tokenizer()
         self.max_model_len = 4096
+        self.vocab_size = self.tokenizer.vocab_size
         self.served = Served("tiny/small", "tiny/large", "1" * 16, "2" * 16, "cpu/float32/none", "test")
         self.observers = observers
         self.answer = answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,49 @@ def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
         assert len(top) == 3
         assert chosen == max(top, key=lambda token: top[token])
         assert value == top[chosen]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def as_schema(client: openai.OpenAI, seed: int, routing: dict[str, Any]) -> str:
+    """A seeded answer held to SCHEMA."""
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=150,
+        seed=seed,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
+        extra_body={"routing": routing},
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_a_schema_holds_whoever_writes(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        large = as_schema(client, seed, {"mode": "large_only"})
+        assert large == as_schema(client, seed, {"protect_first": 0}), (
+            "exact is large_only under a grammar too"
+        )
+        for routing in ({}, {"accept": "trust", "protect_first": 0}, {"mode": "small_only"}):
+            value = json.loads(as_schema(client, seed, routing))
+            assert set(value) == {"name", "age"}
+            assert value["age"] <= 99
+
+
+def test_json_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=60, seed=1, response_format={"type": "json_object"}
+    )
+    content = answer.choices[0].message.content or ""
+    assert content.lstrip()[0] == "{"
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(content), dict)
 
 
 def test_async_requests_at_once(url: str) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from fake_worker import tiny_tokenizer
 
-from gateway.api.plan import Arm, Limits, Origin, plan_chat, plan_completion
+from gateway.api.plan import Arm, Limits, Origin, plan_completion
+from gateway.api.plan_chat import plan_chat
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
 from gateway.request import Request
-from gateway.wire import BodyError, ChatRequest, CompletionRequest, decode
+from gateway.wire import BodyError, CompletionRequest, decode
+from gateway.wire_chat import ChatRequest
 
 TOKENIZER = tiny_tokenizer()
 POLICIES = {"stable": Policy(threshold=0.6), "careful": Policy(mode=Mode.LARGE_ONLY)}

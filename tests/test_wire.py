@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.wire import BodyError, ChatRequest, CompletionRequest, decode, fields
+from gateway.wire import BodyError, CompletionRequest, decode, fields
+from gateway.wire_chat import ChatRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}

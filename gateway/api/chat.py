@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 from msgspec import UNSET
 
 from gateway.api.answer import LogprobsWriter
 from gateway.api.form import Answer
-from gateway.core import Delta, Finished
+from gateway.api.tools import Call, ToolCallReader
+from gateway.core import Delta, Finished, FinishReason
 from gateway.request import Request
 from gateway.text import Tokenizer
-from gateway.wire import ChatRequest
+from gateway.wire_chat import ChatRequest
 from gateway.wire_out import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    MadeToolCall,
     MessageDelta,
+    ToolCallDelta,
 )
 
 
@@ -32,6 +37,10 @@ class ChatForm(Answer):
         self._body = body
         self._created = created
         skip = body.skip_special_tokens is not False
+        # A chat that offers tools has its text read for calls; any other answer is left as it is.
+        offers = bool(body.tools) and body.tool_choice != "none"
+        single = body.parallel_tool_calls is False
+        self._readers = [ToolCallReader(single) if offers else None for _ in requests]
         self._logprobs = [LogprobsWriter(tokenizer, body.top_logprobs or 0, skip) for _ in requests]
 
     def whole(self) -> ChatCompletion:
@@ -39,9 +48,9 @@ class ChatForm(Answer):
         choices = [
             ChatChoice(
                 index=i,
-                message=AssistantMessage(content="".join(choice.text)),
+                message=self._message(i, "".join(choice.text)),
                 logprobs=self._logprobs[i].chat(choice.steps) if self._body.logprobs else None,
-                finish_reason=_reason(choice.finished),
+                finish_reason=self._reason(i, choice.finished),
                 stop_reason=choice.finished.stop if choice.finished else None,
                 token_ids=[step.token_id for step in choice.steps] if self._body.return_token_ids else UNSET,
             )
@@ -69,13 +78,14 @@ class ChatForm(Answer):
     def chunks(self, delta: Delta) -> Iterator[ChatCompletionChunk]:
         """At most one chunk; none for a delta that has nothing to show yet."""
         shows_tokens = self._body.logprobs or self._body.return_token_ids
-        if not (delta.text or delta.finished or (shows_tokens and delta.steps)):
+        said = self._said(delta)
+        if not (said or delta.finished or (shows_tokens and delta.steps)):
             return
         choice = ChatChunkChoice(
             index=delta.choice,
-            delta=MessageDelta(content=delta.text) if delta.text else MessageDelta(),
+            delta=said or MessageDelta(),
             logprobs=self._logprobs[delta.choice].chat(delta.steps) if self._body.logprobs else None,
-            finish_reason=_reason(delta.finished),
+            finish_reason=self._reason(delta.choice, delta.finished),
             stop_reason=delta.finished.stop if delta.finished else None,
             token_ids=[step.token_id for step in delta.steps] if self._body.return_token_ids else UNSET,
         )
@@ -96,6 +106,45 @@ class ChatForm(Answer):
             **more,  # type: ignore[arg-type]
         )
 
+    def _message(self, index: int, text: str) -> AssistantMessage:
+        reader = self._readers[index]
+        if reader is None:
+            return AssistantMessage(content=text)
+        content, calls = reader.push(text)
+        content += reader.flush()
+        if not calls:
+            return AssistantMessage(content=content)
+        made = [MadeToolCall(id=_call_id(), function=_function(call)) for call in calls]
+        return AssistantMessage(content=content or None, tool_calls=made)
 
-def _reason(finished: Finished | None) -> str | None:
-    return str(finished.reason) if finished is not None else None
+    def _said(self, delta: Delta) -> MessageDelta | None:
+        """What a delta adds to the message; None for nothing."""
+        reader = self._readers[delta.choice]
+        if reader is None:
+            return MessageDelta(content=delta.text) if delta.text else None
+        before = reader.num_calls
+        content, calls = reader.push(delta.text)
+        if delta.finished is not None:
+            content += reader.flush()
+        if not (content or calls):
+            return None
+        made = [
+            ToolCallDelta(index=before + i, id=_call_id(), function=_function(call))
+            for i, call in enumerate(calls)
+        ]
+        return MessageDelta(content=content or UNSET, tool_calls=made or UNSET)
+
+    def _reason(self, index: int, finished: Finished | None) -> str | None:
+        if finished is None:
+            return None
+        reader = self._readers[index]
+        called = reader is not None and reader.num_calls and finished.reason is FinishReason.STOP
+        return "tool_calls" if called else str(finished.reason)
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _function(call: Call) -> CalledFunction:
+    return CalledFunction(name=call.name, arguments=call.arguments)

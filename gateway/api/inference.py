@@ -16,10 +16,13 @@ from gateway.api.completion import CompletionForm
 from gateway.api.errors import ApiError, as_api_error
 from gateway.api.form import Form
 from gateway.api.live import Cancelled, Failed, Live, TooLate
-from gateway.api.plan import Origin, plan_chat, plan_completion
+from gateway.api.plan import Origin, plan_completion
+from gateway.api.plan_chat import plan_chat
 from gateway.api.service import Service, clash, service_of
 from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
-from gateway.wire import ChatRequest, CompletionRequest, DecodingRequest
+from gateway.api.tools import constraint_of
+from gateway.wire import CompletionRequest, DecodingRequest
+from gateway.wire_chat import ChatRequest
 
 log = structlog.get_logger("gateway")
 
@@ -48,9 +51,11 @@ async def chat_completions(request: HttpRequest) -> Response[bytes]:
     body = await read_body(request, ChatRequest)
     engine = service.engine_or_503()
     service.check_model(body.model)
+    # Compiling a grammar takes up to a second, in which others must go on.
+    constraint = await asyncio.to_thread(lambda: constraint_of(body, service.grammars()))
     origin = await _origin(request, service, "chatcmpl", "/v1/chat/completions")
     requests = plan_chat(
-        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine)
+        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine), constraint
     )
     form = ChatForm(body, requests, engine.tokenizer, int(origin.received))
     return await _serve(request, service, Live(engine, requests), form, body)

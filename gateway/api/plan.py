@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from gateway.core import Sampling
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.routing import PolicyConflict, Routing, overlay
+from gateway.sampling import Constraint
 from gateway.text import Tokenizer
-from gateway.wire import (
-    BodyError,
-    ChatRequest,
-    CompletionRequest,
-    DecodingRequest,
-    Message,
-    fields,
-)
+from gateway.wire import BodyError, CompletionRequest, DecodingRequest, fields
 
 COMPLETION_MAX_TOKENS = 16
 """Completions' default max_tokens (contract: HTTP)."""
@@ -74,52 +66,10 @@ def plan_completion(
         raise BodyError(f"best_of: only best_of = n ({n}) is supported", "best_of", "unsupported_value")
     prompts = _prompts(body.prompt, tokenizer)
     max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
-    return _requests(body, body.logprobs, prompts, max_tokens, origin, arm, policies, tokenizer, limits)
+    return requests_for(body, body.logprobs, prompts, max_tokens, origin, arm, policies, tokenizer, limits)
 
 
-def plan_chat(
-    body: ChatRequest,
-    origin: Origin,
-    arm: Arm,
-    policies: Mapping[str, Policy],
-    tokenizer: Tokenizer,
-    limits: Limits,
-) -> tuple[Request, ...]:
-    """One Request a choice of a chat; without max_tokens the answer may fill the model's context."""
-    if body.prompt_logprobs is not None:
-        raise BodyError("prompt_logprobs is not supported", "prompt_logprobs", "unsupported_value")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise BodyError("top_logprobs needs logprobs = true", "top_logprobs", "invalid_value")
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise BodyError(
-            "max_completion_tokens: differs from max_tokens", "max_completion_tokens", "invalid_value"
-        )
-    if body.continue_final_message and body.add_generation_prompt:
-        raise BodyError(
-            "continue_final_message excludes add_generation_prompt", "continue_final_message", "invalid_value"
-        )
-    messages = [_template_message(message, i) for i, message in enumerate(body.messages)]
-    try:
-        prompt = tokenizer.chat(
-            messages,
-            add_generation_prompt=(
-                not body.continue_final_message
-                if body.add_generation_prompt is None
-                else body.add_generation_prompt
-            ),
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs,
-        )
-    except ValueError as error:
-        raise BodyError(f"messages: {error}", "messages", "invalid_value") from None
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    if max_tokens is None:
-        max_tokens = max(1, limits.max_model_len - len(prompt))
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    return _requests(body, top, [prompt], max_tokens, origin, arm, policies, tokenizer, limits)
-
-
-def _requests(
+def requests_for(
     body: DecodingRequest,
     num_logprobs: int | None,
     prompts: Sequence[Sequence[int]],
@@ -129,7 +79,11 @@ def _requests(
     policies: Mapping[str, Policy],
     tokenizer: Tokenizer,
     limits: Limits,
+    *,
+    prompt_field: str = "prompt",
+    constraint: Callable[[], Constraint] | None = None,
 ) -> tuple[Request, ...]:
+    """n Requests for each prompt; raises BodyError for what no engine could serve."""
     n = body.n or 1
     if n * len(prompts) > limits.max_choices:
         field = "n" if n > 1 else "prompt"
@@ -139,7 +93,7 @@ def _requests(
     if body.stream_options is not None and not body.stream:
         raise BodyError("stream_options needs stream = true", "stream_options", "invalid_value")
     for prompt in prompts:
-        _check_length(len(prompt), max_tokens, limits.max_model_len, _prompt_field(body))
+        _check_length(len(prompt), max_tokens, limits.max_model_len, prompt_field)
     sampling = _sampling(body, max_tokens, tokenizer)
     policy_name, policy = _policy(body.routing, arm, policies)
     params = fields(body)
@@ -158,6 +112,7 @@ def _requests(
             params=params,
             num_topk=max(5, num_logprobs or 0),
             audited=_audited(origin.id, policy.audit_rate),
+            constraint=constraint,
         )
         for index, prompt in enumerate(prompts)
         for i in range(n)
@@ -267,49 +222,6 @@ def _check_length(num_prompt: int, max_tokens: int, max_model_len: int, field: s
             field,
             "context_length_exceeded",
         )
-
-
-def _prompt_field(body: DecodingRequest) -> str:
-    return "messages" if isinstance(body, ChatRequest) else "prompt"
-
-
-def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as chat templates take it: parts joined, `developer` as `system`, arguments as objects."""
-    values: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content
-        if isinstance(message.content, str)
-        else "".join(part.text for part in message.content or ()),
-    }
-    if message.content is None and not message.tool_calls:
-        raise BodyError(
-            f"messages[{index}].content: missing", f"messages[{index}].content", "missing_required_parameter"
-        )
-    if message.name is not None:
-        values["name"] = message.name
-    if message.tool_call_id is not None:
-        values["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        values["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, index),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return values
-
-
-def _arguments(text: str, index: int) -> Any:
-    param = f"messages[{index}].tool_calls"
-    try:
-        return msgspec.json.decode(text.encode())
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise BodyError(f"{param}: arguments are not JSON: {error}", param, "invalid_value") from None
 
 
 def _or(value: float | None, default: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from gateway.api.errors import ApiError
 from gateway.api.live import Engine, Live
 from gateway.api.plan import Arm, Limits
 from gateway.config import Config
+from gateway.grammar import Grammars
 from gateway.metrics import Metrics
 from gateway.policy import Policy
 from gateway.worker import QueueFull
@@ -38,6 +40,8 @@ class Service:
     running: dict[str, Live] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
     policies: dict[str, Policy] = field(init=False)
+    _grammars: Grammars | None = None
+    _compiling: threading.Lock = field(default_factory=threading.Lock)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
@@ -62,6 +66,14 @@ class Service:
     def limits(self, engine: Engine) -> Limits:
         """What one request may ask for."""
         return Limits(max_model_len=engine.max_model_len, max_choices=self.config.server.max_choices)
+
+    def grammars(self) -> Grammars:
+        """The compiler of grammars; made at first use, so call it in a thread."""
+        engine = self.engine_or_503()
+        with self._compiling:
+            if self._grammars is None:
+                self._grammars = Grammars(engine.tokenizer, engine.vocab_size)
+            return self._grammars
 
     def check_model(self, model: str) -> None:
         """ApiError 404 for a model that is not served."""
