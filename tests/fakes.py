@@ -265,7 +265,8 @@ def decode(engine: Engine, requests: Sequence[Request], max_ticks: int = 5000) -
             break
         got.take(engine.tick())
     assert engine.idle, "the engine did not finish"
-    assert engine.pool.num_free == engine.pool.num_blocks, "KV blocks leaked"
+    kept = engine.prefixes.num_blocks
+    assert engine.pool.num_free + kept == engine.pool.num_blocks, "KV blocks leaked"
     for request in requests:
         answer = got[request.id, request.choice]
         check_tape(request, answer)
@@ -327,7 +328,8 @@ def check_tape(request: Request, answer: Answer) -> None:
         else:
             assert counts.large_tokens <= policy.large_token_budget
     ended_well = done.reason in (FinishReason.STOP, FinishReason.LENGTH)
-    if ended_well and policy.mode.runs_small:
+    # While load caps drafts to none, nor does the small model read along just for the tape.
+    if ended_well and policy.mode.runs_small and not counts.adapted:
         for row in output:
             assert row.signals is not None
             assert row.small_choice is not None

@@ -25,7 +25,10 @@ from hypothesis import strategies as st
 
 from gateway.core import Accept, AuditStatus, FinishReason, Mode, Outcome, Reason, Step, Tier
 from gateway.engine import Engine
+from gateway.load import CostTable, Load
+from gateway.lookup import AnswerStore
 from gateway.policy import Policy
+from gateway.prefix import PrefixCache
 from gateway.request import Request
 
 VOCAB = 8
@@ -131,8 +134,15 @@ exact_cases = st.fixed_dictionaries(
         "seed": st.integers(0, 2**40),
         "prompt": st.lists(st.integers(0, END - 1), min_size=1, max_size=90),
         "num_neighbours": st.integers(0, 6),
+        # ms of a small pass where a large one costs 1: drafts always, sometimes, never pay.
+        "small_cost": st.sampled_from([None, 0.1, 0.5, 0.8, 5.0]),
+        "reuse": st.booleans(),
     }
 )
+
+
+def load_where_small_passes_cost(ms: float) -> Load:
+    return Load({Tier.SMALL: CostTable((1,), (ms,)), Tier.LARGE: CostTable((1, 8, 64), (1.0, 1.2, 4.0))})
 
 
 @given(exact_cases)
@@ -161,7 +171,12 @@ def test_exact_is_large_only_whatever_the_drafter_the_settings_and_the_company(c
         prefill_chunk=case["prefill_chunk"],
         large_wait_s=case["large_wait_s"],
         max_model_len=128,
+        load=case["small_cost"] and load_where_small_passes_cost(case["small_cost"]),
+        answers=AnswerStore(1000) if case["reuse"] else None,
+        prefixes=PrefixCache(3) if case["reuse"] else None,
     )
+    if case["reuse"]:  # a first run leaves keys, values and answers to copy from
+        decode(busy, [replace(request, id="earlier")])
     got = decode(busy, [*mixed_requests(case["num_neighbours"]), request])["x", 0]
     assert expected.tokens == got.tokens
     assert expected.text == got.text
@@ -424,6 +439,34 @@ def test_the_large_token_budget_is_kept_and_the_small_model_writes_on() -> None:
         assert got.finished.counts.large_tokens == 5
         assert [r.reason for r in got.output[-10:]] == [Reason.BUDGET] * 10
         assert {Outcome.KEPT} == {r.outcome for r in got.output if r.reason is Reason.BUDGET}
+
+
+def test_where_drafts_do_not_pay_the_large_model_writes_and_says_why() -> None:
+    policy = Policy(protect_first=0, threshold=0.0, lookup=False)
+    got = decode_one(engine(load=load_where_small_passes_cost(9.0)), ask_for(policy=policy, max_tokens=8))
+    assert {(Reason.LOAD, Tier.LARGE, 0)} == {(r.reason, r.tier, r.draft_limit) for r in got.output}
+    assert got.finished.counts.adapted
+    assert got.finished.counts.small_passes == 0
+
+
+def test_a_repeated_request_is_prefilled_from_kept_keys_and_drafted_from_the_earlier_answer() -> None:
+    e = engine(answers=AnswerStore(1000), prefixes=PrefixCache(2), max_model_len=128, block_size=128)
+    request = ask_for(
+        "first", [i % 5 for i in range(60)], policy=Policy(protect_first=0, draft_length=8), max_tokens=20
+    )
+    first = decode_one(e, request)
+    large = e.models[Tier.LARGE]
+    large.feeds.clear()
+    again = decode_one(e, replace(request, id="again"))
+    assert again.tokens == first.tokens
+    assert large.feeds[0][0].start >= 59
+    assert again.finished.counts.lookup_tokens > 0
+    assert again.finished.counts.large_passes < first.finished.counts.large_passes
+
+    large.feeds.clear()
+    stranger = decode_one(e, replace(request, id="stranger", scope="another key"))
+    assert stranger.tokens == first.tokens
+    assert large.feeds[0][0].start == 0
 
 
 # ---- endings
