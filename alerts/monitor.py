@@ -77,6 +77,7 @@ class Monitor:
         self._on_promote = on_promote
         self._clock = clock
         self._rules = [*built_in_rules(queue_limit), *(Rule(rule) for rule in config.rules)]
+        self._watched = canaries.stable
         self._liveness = Liveness()
         self._answers = Answers()
         self._keys: dict[str, str | None] = {}
@@ -84,6 +85,7 @@ class Monitor:
         self._depth = 0
         self._depth_lock = threading.Lock()
         self._unsent: list[Notification] = []
+        self._changed: list[Alert] = []
         self._dirty = False
         self._next_save = 0.0
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -154,9 +156,10 @@ class Monitor:
 
     def _learn_stable(self, answer: Answer, trace: Trace) -> None:
         policy = trace.request.policy
-        if policy.hash != self.canaries.stable.hash:
+        if policy != self.canaries.stable:
             return
-        if policy.hash != self.drift.policy_hash:
+        if policy != self._watched:
+            self._watched = policy
             self.drift, self._liveness = Drift(policy.hash), Liveness()
         self.drift.observe(answer.values, answer.judged)
         agreement = answer.values["agreement"]
@@ -185,9 +188,13 @@ class Monitor:
             self._on_promote(self.canaries.stable)
         changed, notifications = self.alerts.update(self._findings(now), now)
         self._unsent += notifications
+        self._changed += changed
         if transitions or changed or notifications:
             self.save()
-            self._hand_over(changed, now)
+            self._hand_over(now)
+        elif self._unsent or self._changed:
+            # The tape refused the last time.
+            self._hand_over(now)
         elif self._dirty and now >= self._next_save:
             self.save()
 
@@ -225,13 +232,14 @@ class Monitor:
             )
         return [finding for finding in found if finding is not None]
 
-    def _hand_over(self, changed: list[Alert], now: float) -> None:
+    def _hand_over(self, now: float) -> None:
         rollout = self.canaries.current
         if rollout is not None:
             self._store.put_transitions(rollout)
             for number, transition in enumerate(rollout.history):
                 self._webhooks.announce(rollout.plan.name, rollout.plan.salt, number, transition)
-        self._store.put_alerts(changed, now)
+        self._store.put_alerts(self._changed, now)
+        self._changed = []
         for notification in self._unsent:
             self._webhooks.notify(notification, self.links.base_url)
         self._unsent = []
@@ -306,7 +314,7 @@ class Monitor:
             self.drift = drift
         self._unsent = unsent
         # Written or not before the end: the ids make it harmless to hand over again.
-        self._hand_over([], self._clock())
+        self._hand_over(self._clock())
 
     # --- the thread ---
 
@@ -324,8 +332,10 @@ class Monitor:
         done = threading.Event()
 
         def reached() -> None:
-            self.judge()
-            done.set()
+            try:
+                self.judge()
+            finally:
+                done.set()
 
         self._queue.put(reached)
         return done.wait(timeout_s)

@@ -124,9 +124,9 @@ def estimate(plan: Plan, stable_agreement: Sequence[float] = (), seed: int = 0) 
     stands in, and `basis` says so. A rollback is simulated at 5 points lower agreement, a promotion at none.
     """
     rng = np.random.default_rng(seed)
-    blocks, runs = 3000, 101
+    blocks, runs = 1500, 101
     measured = len(stable_agreement) >= 50
-    stable_per_block = max(1, min(8, round(1 / plan.steps[0]) - 1))
+    stable_per_block = max(1, min(4, round(1 / plan.steps[0]) - 1))
 
     def draw(*shape: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         if measured:

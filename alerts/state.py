@@ -23,7 +23,7 @@ class StateFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_name(self.path.name + ".new")
         with fresh.open("w", encoding="utf-8") as file:
-            json.dump(state, file)
+            file.write(json.dumps(state))
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self.path)
