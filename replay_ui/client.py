@@ -126,6 +126,17 @@ class Gateway:
             body["routing"] = dict(routing)
         return str(self.json("POST", _trace(trace_id, "fork"), body=body, timeout=300.0)["id"])
 
+    def diff(self, a: str, b: str) -> dict[str, Any]:
+        """Two traces compared by the gateway."""
+        found: dict[str, Any] = self.json("GET", _trace(a, "diff", b))
+        return found
+
+    def review(self, trace_id: str, verdict: str, note: str, reviewer: str) -> None:
+        """Say what one thinks of an answer."""
+        body = {"verdict": verdict, "note": note or None, "reviewer": reviewer or None}
+        given = {name: value for name, value in body.items() if value is not None}
+        self.ask("POST", _trace(trace_id, "reviews"), body=given)
+
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
         """What each token id says, asked once a token."""
         wanted = [i for i in dict.fromkeys(ids) if i not in self._texts]
@@ -152,6 +163,14 @@ class Gateway:
         return self.model
 
 
+def listed(answer: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a list answer: a bare list, or under `data`, or under its own name."""
+    if isinstance(answer, list):
+        return answer
+    rows: list[dict[str, Any]] = answer.get("data") or answer.get(name) or []
+    return rows
+
+
 def _named(summary: dict[str, Any]) -> dict[str, Any]:
     return {"id": summary.get("request_id"), **summary}
 
@@ -171,7 +190,7 @@ def _problem(answer: httpx.Response, path: str) -> Problem:
             "denied", "The gateway wants an API key for this.", "Enter one below; it stays in this tab."
         )
     if answer.status_code == 404:
-        if path.startswith("/v1/traces/") and "path" not in code and not message.startswith("No such path"):
+        if path.startswith("/v1/traces/") and code == "trace_not_found":
             return Problem(
                 "absent", "The tape holds no such trace.", "It may have been retired: pick one from Traces."
             )

@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from gateway.policy import Policy
-from replay_ui.pieces import alone
+from replay_ui.pieces import alone, prose
 from replay_ui.rules import Verdict, verdict
 from replay_ui.steps import Steps
-from replay_ui.view import DASH, inert, markup, number
+from replay_ui.view import DASH, markup, number
 
 OUTCOMES = {
     "kept": "kept without being checked",
@@ -25,25 +25,32 @@ OUTCOMES = {
 }
 
 
-def wanted_ids(steps: Steps, position: int) -> list[int]:
-    """Token ids whose text the panel needs and this trace does not hold."""
+def shown_ids(steps: Steps, position: int) -> list[int]:
+    """Ids of the tokens that the panel names at position."""
     row = steps.row(position)
-    known = set(steps.column("token_id"))
-    ids = [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
-    ids += [row[name] for name in ("small_choice", "large_choice") if row.get(name) is not None]
-    return [i for i in dict.fromkeys(ids) if i not in known]
+    return [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
 
 
-def token_names(steps: Steps, texts: Mapping[int, str]) -> dict[int, str]:
-    """Marked text of every token id that is known."""
-    names = {token: alone(text.encode("utf-8", "replace"), 40) for token, text in texts.items()}
-    ids = steps.column("token_id")
-    names.update({ids[i]: alone(token, 40) for i, token in enumerate(steps.tokens) if ids[i] is not None})
+def wanted_ids(steps: Steps, position: int) -> list[int]:
+    """Those of them whose text this trace does not hold itself."""
+    return [i for i in dict.fromkeys(shown_ids(steps, position)) if i not in steps.by_token]
+
+
+def token_names(steps: Steps, position: int, texts: Mapping[int, str]) -> dict[int, str]:
+    """Marked text of the tokens that the panel names at position, as far as it is known."""
+    names = {}
+    for token in shown_ids(steps, position):
+        if token in steps.by_token:
+            names[token] = alone(steps.tokens[steps.by_token[token]], 40)
+        elif token in texts:
+            names[token] = alone(texts[token].encode("utf-8", "replace"), 40)
     return names
 
 
-def card(policy: Policy | None, steps: Steps, position: int, names: Mapping[int, str]) -> str:
-    """The whole panel for the step at position."""
+def card(
+    policy: Policy | None, steps: Steps, position: int, names: Mapping[int, str], numbers: bool = True
+) -> str:
+    """The whole panel for the step at position; without `numbers` only token, rules and top tokens."""
     row = steps.row(position)
     outcome, tier = str(row.get("outcome")), str(row.get("tier"))
     token = alone(steps.tokens[position], 2000)
@@ -59,10 +66,8 @@ def card(policy: Policy | None, steps: Steps, position: int, names: Mapping[int,
         f'<div class="tt-tops">{_bars("small", row, names, row.get("small_choice"), row.get("token_id"))}'
         f"{_bars('large', row, names, row.get('large_choice'), row.get('token_id'))}</div>"
     )
-    return (
-        f'<div class="tt-card">{title}'
-        f"{_rules(verdict(policy, row) if policy else None, row, steps, position)}{tops}{_numbers(row)}</div>"
-    )
+    rules = _rules(verdict(policy, row) if policy else None, row, steps, position)
+    return f'<div class="tt-card">{title}{rules}{tops}{_numbers(row) if numbers else ""}</div>'
 
 
 def _audit(row: Mapping[str, Any]) -> str:
@@ -161,7 +166,7 @@ def prompt(summary: Mapping[str, Any], limit: int = 4000) -> str | None:
     text = summary.get("prompt_text") or summary.get("prompt_preview")
     if not text:
         return None
-    lines = "<br>".join(inert(line, limit) for line in str(text)[:limit].split("\n"))
+    lines = markup(prose(str(text)[:limit], limit))
     more = len(str(text)) - limit
     cut = (
         f'<p class="tt-dim">… {more:,} more characters: export the trace to read them.</p>'

@@ -13,7 +13,11 @@ OPEN, CLOSE = "\ue000", "\ue001"
 SHOWN = 160
 """Most characters of one token that the strip draws; the rest is counted."""
 
-_NAMES = {"\n": "↵", "\t": "⇥", "\r": "␍", "\x7f": "␡", "\u00a0": "⍽", "\u3000": "□"}
+_CONTROLS = (
+    "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "⇥", "LF", "VT", "FF", "CR", "SO", "SI",
+    "DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
+)  # fmt: skip
+_NAMES = {"\x7f": "DEL", "\u00a0": "NBSP", "\u3000": "□"}
 
 
 def symbol(text: str) -> str:
@@ -28,14 +32,20 @@ def _visible(char: str) -> str:
         return symbol(_NAMES[char])
     code = ord(char)
     if code < 0x20:
-        return symbol(chr(0x2400 + code))
+        return symbol(_CONTROLS[code])
     if unicodedata.category(char) in {"Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"}:
         return symbol(f"U+{code:04X}")
     return char
 
 
+def prose(text: str, limit: int = SHOWN) -> str:
+    """text with symbols for controls, direction marks and unassigned code points, but spaces as they are."""
+    shown = "".join(c if c == "\n" else _visible(c) for c in text[:limit])
+    return shown + symbol(f"… +{len(text) - limit:,}") if len(text) > limit else shown
+
+
 def visible(text: str, limit: int = SHOWN) -> str:
-    """text with symbols for edge spaces, controls, direction marks and unassigned code points."""
+    """Like prose, with spaces at the edges and line breaks drawn too."""
     left = text[:limit]
     body = left.lstrip(" ")
     lead = len(left) - len(body)

@@ -18,6 +18,7 @@ def command(port: int, gateway_url: str, host: str = "127.0.0.1") -> list[str]:
         "server.fileWatcherType": "none",
         "server.runOnSave": "false",
         "browser.gatherUsageStats": "false",
+        "runner.magicEnabled": "false",
         "client.toolbarMode": "minimal",
         "logger.hideWelcomeMessage": "true",
         "theme.baseFontSize": 14,

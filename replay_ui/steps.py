@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,6 +69,11 @@ class Steps:
         return {int(idx[i]): i for i in self.written}
 
     @cached_property
+    def by_token(self) -> dict[int, int]:
+        """Token id -> a position that holds it, for the bytes."""
+        return {int(token): i for i, token in enumerate(self.column("token_id")) if token is not None}
+
+    @cached_property
     def text(self) -> str:
         """The whole output."""
         return b"".join(self.tokens[i] for i in self.written).decode("utf-8", "replace")
@@ -110,7 +116,7 @@ class Steps:
         written = self.written
         if not written:
             return 0
-        at = sum(1 for p in written if p <= position) - 1
+        at = bisect_right(written, position) - 1
         if by < 0 and (at < 0 or written[at] != position):
             at += 1
         return written[min(max(at + by, 0), len(written) - 1)]

@@ -64,6 +64,38 @@ def inert(text: str, limit: int = 200) -> str:
     return markup(visible(text, limit))
 
 
+def dim(text: str) -> str:
+    """A line of muted text; text is HTML."""
+    return f'<div class="tt-dim">{text}</div>'
+
+
+def tile(name: str, value: str) -> str:
+    """One number with its name; both are HTML."""
+    return f"<div><small>{name}</small><b>{value}</b></div>"
+
+
+def evidence(name: str, side: str, toward: float, said: str) -> str:
+    """One line of evidence, filled as far as it has come; name is HTML, side is `against` or `for`."""
+    bar = f'<span class="{side}"><u style="width:{toward * 100:.0f}%"></u></span>'
+    return f"<div>{name}</div>{bar}<b>{escape(said)}</b>"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:
+    """A table of HTML cells; marked rows stand out."""
+    marks = marked or [False] * len(rows)
+    lines = "".join(
+        f"<tr{' class=tt-differs' if mark else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+        for row, mark in zip(rows, marks, strict=True)
+    )
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f'<table class="tt-table"><tr>{head}</tr>{lines}</table>'
+
+
+def when(ts: float | None, tz: tzinfo) -> str:
+    """A local time with UTC to hover, as HTML."""
+    return f'<span title="{utc(ts)}">{clock(ts, tz)}</span>'
+
+
 def small_share(summary: Mapping[str, Any]) -> float | None:
     """Share of the output that the large model did not write."""
     total = summary.get("completion_tokens")
@@ -82,8 +114,8 @@ def setting(summary: Mapping[str, Any], name: str) -> Any:
     return policy.get(name) if isinstance(policy, Mapping) else None
 
 
-def header(summary: Mapping[str, Any], tz: tzinfo) -> str:
-    """The first line of Replay."""
+def header(summary: Mapping[str, Any], tz: tzinfo, brief: bool = False) -> str:
+    """The first line of Replay; brief leaves out how the answer ended and when it began."""
     policy = f"{summary.get('policy_name') or '?'}@{str(summary.get('policy_hash') or '')[:4]}"
     facts = [
         ("arm / policy", f"{summary.get('arm') or '?'} / {policy}"),
@@ -95,7 +127,8 @@ def header(summary: Mapping[str, Any], tz: tzinfo) -> str:
         ("why it ended", str(summary.get("finish_reason") or "running")),
         (utc(summary.get("received")), clock(summary.get("received"), tz)),
     ]
-    cells = "".join(f'<span title="{escape(title)}">{escape(text)}</span>' for title, text in facts)
+    shown = facts[:-2] if brief else facts
+    cells = "".join(f'<span title="{escape(title)}">{escape(text)}</span>' for title, text in shown)
     trace = str(summary.get("id") or summary.get("request_id") or "")
     parent = summary.get("parent")
     if parent:

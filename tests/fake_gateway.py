@@ -260,6 +260,8 @@ def demo(long: bool = False) -> FakeGateway:
         arm="canary",
         policy_name="balanced",
     )
+    other = [*words[:60], b" or", *words[60:120]]
+    fake.add("chatcmpl-other", other, Policy(protect_first=4, threshold=0.3), seed=4)
     strict = Policy(protect_first=10, threshold=0.8)
     fake.add("chatcmpl-strict", words, strict, seed=5, received=NOW - 4000)
     hostile = [

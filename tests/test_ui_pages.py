@@ -219,7 +219,7 @@ def test_replay_hostile_text_is_inert(opened: Open, fake: FakeGateway) -> None:
     page = html(opened("replay", trace="chatcmpl-hostile", step="0"))
     row, columns = fake.traces["chatcmpl-hostile"]
     steps = Steps.read(columns)
-    cards = [panel.card(policy_of(row), steps, at, panel.token_names(steps, {})) for at in range(len(steps))]
+    cards = [panel.card(policy_of(row), steps, at, panel.token_names(steps, at, {})) for at in range(len(steps))]
     for drawn in (page, *cards):
         assert "<script>alert" not in drawn
         assert "<img" not in drawn

@@ -17,9 +17,9 @@ def test_white_space_is_drawn() -> None:
 
 
 def test_controls_and_direction_marks_are_symbols() -> None:
-    assert visible("\x1b[31m") == symbol("␛") + "[31m"
+    assert visible("\x1b[31m") == symbol("ESC") + "[31m"
     assert visible("\u202ea") == symbol("U+202E") + "a"
-    assert visible("\x00") == symbol("␀")
+    assert visible("\x00") == symbol("NUL")
 
 
 def test_a_character_split_over_tokens_shows_its_bytes_and_itself_where_it_ends() -> None:

@@ -12,8 +12,10 @@ function plotPart(g, root) {
   let drag = null;
 
   const range = () => g.zoom ?? [0, Math.max(g.n - 1, 1)];
-  const width = () => canvas.clientWidth - left - right;
-  const height = () => canvas.clientHeight - top - bottom;
+  // Measured once a drawing: asking the canvas for every point would lay the page out anew each time.
+  let size = [0, 0];
+  const width = () => size[0] - left - right;
+  const height = () => size[1] - top - bottom;
   const x = (p) => left + ((p - range()[0]) / Math.max(range()[1] - range()[0], 1)) * width();
   const at = (event) => {
     const px = event.clientX - canvas.getBoundingClientRect().left;
@@ -22,8 +24,9 @@ function plotPart(g, root) {
   };
 
   function draw() {
-    if (g.version === null || !g.view || !canvas.clientWidth) return;
-    const scale = devicePixelRatio || 1, w = canvas.clientWidth, h = canvas.clientHeight;
+    size = [canvas.clientWidth, canvas.clientHeight];
+    if (g.version === null || !g.view || !size[0]) return;
+    const scale = devicePixelRatio || 1, [w, h] = size;
     canvas.width = w * scale;
     canvas.height = h * scale;
     ink.setTransform(scale, 0, 0, scale, 0, 0);
@@ -51,6 +54,10 @@ function plotPart(g, root) {
     ink.textAlign = "right";
     ink.fillText(`step ${g.idx[b] ?? 0}`, w - right, h - bottom + 4);
 
+    ink.save();
+    ink.beginPath();
+    ink.rect(left, 0, width() + right, h - bottom + 2);
+    ink.clip();
     const slot = Math.max(width() / Math.max(b - a, 1), 1);
     ink.fillStyle = "rgba(0, 114, 178, .13)";
     for (let p = a; p <= b; p += 1) if (g.tier[p] === 1) ink.fillRect(x(p) - slot / 2, top, slot, height());
@@ -113,6 +120,7 @@ function plotPart(g, root) {
       const from = x(Math.min(drag.from, drag.to)), to = x(Math.max(drag.from, drag.to));
       ink.fillRect(from, top, to - from, height());
     }
+    ink.restore();
     const mark = name === "gap" ? " · dashed: threshold" : "";
     title.textContent = `${name} over steps · blue: large${mark} · ✕ rejected · drag to zoom${g.zoom ? ", double-click for all" : ""}`;
   }

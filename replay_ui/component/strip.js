@@ -27,8 +27,8 @@ function about(g, p) {
     if (shown.includes("↵")) notes.push("↵ newline");
     if (shown.includes("⇥")) notes.push("⇥ tab");
     if (/\ue000([0-9A-F]{2} ?)+\ue001/.test(shown)) notes.push("hex: bytes of a character split over tokens");
-    if (shown.includes("U+")) notes.push("U+…: an invisible or control character");
-    if (/[\u2400-\u243f]/.test(shown)) notes.push("␛ ␀ …: control characters");
+    if (shown.includes("U+")) notes.push("U+…: an invisible character");
+    if (/\ue000(?=[A-Z])(?![0-9A-F]{2}[ \ue001])(?!U\+)[A-Z0-9]+\ue001/.test(shown)) notes.push("ESC, NUL, …: a control character");
     if (shown.includes("… +")) notes.push("… +N: N characters not drawn");
     if (shown.includes("‹")) notes.push("‹…›: special token");
     if (shown.includes("∅")) notes.push("∅: adds no text");
@@ -50,7 +50,7 @@ function stripPart(g, root) {
   text.className = "text";
   box.append(before, text, after);
   root.append(box);
-  let spans = [], ends = {}, selected = null, version = null, painted = "";
+  let spans = [], ends = {}, selected = null, version = null, painted = "", drawn = "";
 
   function build() {
     version = g.version;
@@ -77,12 +77,16 @@ function stripPart(g, root) {
     }
     text.replaceChildren(all);
     selected = null;
-    painted = "";
+    painted = drawn = "";
   }
 
   function paint() {
     const v = g.view;
     if (!v) return;
+    // Ten thousand spans are touched only when how they are drawn has changed.
+    const drawing = JSON.stringify([version, v.colour, v.drafts, v.flips, v.found, v.after, g.zoom]);
+    if (drawing === drawn) return;
+    drawn = drawing;
     box.classList.toggle("drafts", !!v.drafts);
     box.dataset.colour = v.colour;
     const key = `${version}|${v.colour}`;
@@ -111,7 +115,6 @@ function stripPart(g, root) {
     }
     before.textContent = g.zoom && g.zoom[0] > 0 ? `… ${g.zoom[0]} earlier rows (double-click the plot to see all)` : "";
     after.textContent = g.zoom && g.zoom[1] < g.n - 1 ? `… ${g.n - 1 - g.zoom[1]} later rows` : "";
-    g.drawn = performance.now();
   }
 
   function mark() {

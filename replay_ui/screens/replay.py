@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from replay_ui.link import COLOURS, View
 from replay_ui.rules import policy_of
 from replay_ui.screens import replay_tools as tools
 from replay_ui.session import gateway, go, show, zone
-from replay_ui.steps import JUMPS, Steps
+from replay_ui.steps import JUMPS, UNWRITTEN, Steps
 
 STRIP_HEIGHT = 236
 PLOT_HEIGHT = 118
@@ -112,7 +113,7 @@ def position(steps: Steps) -> int:
 
 def select(steps: Steps, at: int) -> None:
     """Make the row at `at` the current step."""
-    unwritten = at not in steps.by_idx.values()
+    unwritten = steps.column("outcome")[at] in UNWRITTEN
     change(step=int(steps.column("idx")[at] or 0), draft=steps.column("seq")[at] if unwritten else None)
 
 
@@ -239,7 +240,7 @@ def transport(steps: Steps, at: int) -> None:
     """A real widget for everything the strip's keys do."""
     state, shown = st.session_state, st.session_state["view"]
     written = steps.written
-    place = max(sum(1 for p in written if p <= at) - 1, 0)
+    place = max(bisect_right(written, at) - 1, 0)
     state["r_scrub"] = place
 
     def to(by: int) -> None:
@@ -297,5 +298,5 @@ def step_card(loaded: Loaded, at: int) -> None:
     except Problem as problem:
         show(problem)
         texts = {}
-    names = panel.token_names(loaded.steps, texts)
+    names = panel.token_names(loaded.steps, at, texts)
     st.html(panel.card(policy_of(loaded.summary), loaded.steps, at, names))

@@ -152,7 +152,7 @@ def what_if(shown: View, summary: Mapping[str, Any], steps: Steps, answer: dict[
             return
         exact = view.setting(summary, "accept") == str(Accept.EXACT)
         said, notes = view.what_if_sentence(answer, steps.column("action"), exact)
-        with st.container(horizontal=True, vertical_alignment="center"):
+        with st.container(horizontal=True, vertical_alignment="top", wrap=False):
             st.html(f'<div class="tt-whatif"><b>{said}</b><br>{"; ".join(notes)}</div>')
             st.button("Reset", key="b_reset", on_click=back, type="tertiary")
 
@@ -172,7 +172,7 @@ def fork_dialog(shown: View, summary: Mapping[str, Any], steps: Steps, at: int) 
     row = steps.row(at)
     idx = int(row["idx"])
     try:
-        names = panel.token_names(steps, gateway().texts(panel.wanted_ids(steps, at)))
+        names = panel.token_names(steps, at, gateway().texts(panel.wanted_ids(steps, at)))
     except Problem as problem:
         show(problem)
         return
