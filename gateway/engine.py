@@ -60,7 +60,7 @@ View = tuple[int, Reading]
 """An output position and what a model says there."""
 
 AUDIT_PATIENCE_S = 0.5
-"""How long an answered row's labels may wait for a large pass that runs anyway."""
+"""How long an answered row's labels give way to rows whose clients still wait."""
 
 
 class Model(Protocol):
@@ -559,7 +559,7 @@ class Engine:
             return
         row.tier = tier
         if tier is Tier.LARGE:
-            # Labels can wait a little for a pass that runs anyway; nobody waits for them.
+            # Nobody waits for labels: for a while they run only when no other row is ready.
             row.ready_since += AUDIT_PATIENCE_S
 
     def _let_go(self, row: Row, tick: Tick) -> None:
