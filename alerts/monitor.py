@@ -36,6 +36,11 @@ from gateway.policy import Policy
 from gateway.request import Trace
 
 MOST_QUEUED_ROWS = 200_000
+CANARY_WEIGHT = "tokentape:canary_weight"
+DELIVERIES = "tokentape:alert_deliveries_total"
+OWN_METRICS = frozenset({CANARY_WEIGHT, DRIFT_EVIDENCE, DELIVERIES})
+"""Metrics that Monitor.samples adds to the served ones."""
+
 _SAVE_S = 1.0
 _MOST_KEYS = 100_000
 _RECENT = 500
@@ -249,13 +254,11 @@ class Monitor:
         """Own metrics as series: canary_weight, drift_evidence{metric}, alert_deliveries_total{outcome}."""
         rollout = self.canaries.current
         weight = rollout.weight if rollout is not None and rollout.active else 0.0
-        own: dict[Key, float] = {("tokentape:canary_weight", ()): weight}
+        own: dict[Key, float] = {(CANARY_WEIGHT, ()): weight}
         for name, evidence in self.evidence().items():
             own[DRIFT_EVIDENCE, (("metric", name),)] = evidence
         for outcome in ("delivered", "retried", "failed", "disabled"):
-            own["tokentape:alert_deliveries_total", (("outcome", outcome),)] = self._webhooks.outcomes[
-                outcome
-            ]
+            own[DELIVERIES, (("outcome", outcome),)] = self._webhooks.outcomes[outcome]
         return own
 
     def evidence(self) -> dict[str, float]:

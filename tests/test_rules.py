@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+import alerts as alerts_package
 from alerts import messages
 from alerts.config import AlertsConfig, MissingSecret, RuleConfig, read_secrets
 from alerts.explain import Links, canary_finding
 from alerts.lifecycle import Alerts, parse_silence
 from alerts.liveness import Liveness
 from alerts.losses import METRICS
+from alerts.monitor import OWN_METRICS
 from alerts.plan import FieldError, parse_plan
 from alerts.rollout import Limits, Rollout
 from alerts.rules import BUILT_IN, DRIFT_EVIDENCE, Finding, Rule, built_in_rules
 from alerts.series import Key, Window, pick, read_registry
+from gateway.metrics import Metrics
 
 WAITING = "tokentape:num_requests_waiting"
 
@@ -416,3 +422,44 @@ def test_markup_in_names_stays_text() -> None:
 
 def test_evidence_in_words_is_finite_json() -> None:
     assert all(math.isfinite(v["against"]) for v in rolled_back().summary()["evidence"].values())
+
+
+# --- dashboards ---
+
+ALERTS = Path(alerts_package.__file__).parent
+
+
+def served_names() -> set[str]:
+    """Every name that `/metrics` serves."""
+    metrics = Metrics()
+    metrics.watch_engine(lambda: 0, lambda: 0, lambda: 0)
+    metrics.watch_tape(lambda: 0, lambda: {"queue_full": 1})
+    text = metrics.exposition().decode()
+    families = {name: kind for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)}
+    names = {f"{name}_bucket" if kind == "histogram" else name for name, kind in families.items()}
+    return names | OWN_METRICS
+
+
+def test_dashboard_and_examples_use_served_names_and_leave_none_of_ours_out() -> None:
+    dashboard = json.loads((ALERTS / "grafana.json").read_text())
+    exprs = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    used = set(re.findall(r"tokentape:\w+", exprs))
+    assert used <= served_names()
+    ours = {
+        "routing_decisions_total", "routing_score_bucket", "audit_agreement_ratio", "guard_hits_total",
+        "tape_queue_depth", "tape_dropped_total", "tape_flush_seconds_bucket", "canary_weight",
+        "drift_evidence", "alert_deliveries_total",
+    }  # fmt: skip
+    assert {f"tokentape:{name}" for name in ours} <= used
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_alertmanager_example() -> None:
+    rules, alertmanager = yaml.safe_load_all((ALERTS / "alertmanager-example.yml").read_text())
+    listed = rules["groups"][0]["rules"]
+    assert {r["alert"] for r in listed} <= set(BUILT_IN)
+    used = set(re.findall(r"tokentape:\w+", " ".join(r["expr"] for r in listed)))
+    assert used <= served_names()
+    names = {receiver["name"] for receiver in alertmanager["receivers"]}
+    routes = [alertmanager["route"], *alertmanager["route"]["routes"]]
+    assert {route["receiver"] for route in routes} == names
