@@ -59,8 +59,8 @@ def body(curve: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:
             f"{view.tile('large model agrees', view.number(point.get('agreement'), 4))}</div>"
             f'<p class="tt-dim">{band}</p><p>{escape(_source(answer))}</p>'
         )
-    with left:
-        st.altair_chart(chart(curve, chosen, answer), width="stretch", key="a_chart")
+    with left, st.container(key="a_chart"):
+        st.altair_chart(chart(curve, chosen, answer), width="stretch")
 
 
 def _source(answer: Mapping[str, Any]) -> str:

@@ -45,7 +45,8 @@ def draw() -> None:
         summaries = recent(now)
         rows = figures.throughput(summaries, now, WINDOW_S)
         if any(row["tokens"] for row in rows):
-            st.altair_chart(chart(rows), width="stretch", key="l_chart")
+            with st.container(key="l_chart"):
+                st.altair_chart(chart(rows), width="stretch")
         else:
             st.info("No answer ended in the last 15 minutes. Send the gateway a request to see it here.")
     with right:
