@@ -1,0 +1,87 @@
+"""Labelled proposals of the tape: what the small model was sure of, and whether the large model agreed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.policy import Policy
+from gateway.whatif import NUM_BINS, Labels
+from logs.reader import Reader, TraceFilter
+
+MOST_LABELS = 2_000_000
+"""Newest labels taken: more would cost memory and sharpen nothing."""
+
+_COLUMNS = (
+    "trace_no", "choice", "outcome", "reason", "gap", "entropy", "run_length", "ema_acceptance", "propensity",
+    "audit_agrees", "ts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One entry a labelled proposal: its routing score, weight 1/propensity, whether the large model agreed.
+
+    requests: traces they come from. since, until: Unix seconds of the oldest and newest; None without any.
+    """
+
+    score: NDArray[np.float64]
+    weight: NDArray[np.float64]
+    agrees: NDArray[np.bool_]
+    requests: int
+    since: float | None
+    until: float | None
+
+    def binned(self) -> Labels:
+        """Pooled into score bins, for `gateway.whatif`."""
+        bins = np.minimum(NUM_BINS - 1, (self.score * NUM_BINS).astype(np.int64))
+        total = np.bincount(bins, self.weight, NUM_BINS)
+        agreed = np.bincount(bins, self.weight * self.agrees, NUM_BINS)
+        return Labels(tuple(total.tolist()), tuple(agreed.tolist()))
+
+
+def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None) -> Labelled:
+    """The labels of the traces that the filters let through, scored as the policy would.
+
+    One label a position: where the small model proposed and the large model's own choice is known. Drafts
+    that were thrown away unexamined have none; a recovered token repeats its rejected draft and is left out.
+    """
+    where, values = (filters or TraceFilter()).where()
+    requests, steps = reader.sql("requests", _filtered()), reader.sql("steps", _COLUMNS)
+    found = reader.query(
+        f"SELECT {', '.join('s.' + name for name in _COLUMNS)} FROM {steps} s"
+        " WHERE s.audit_agrees IS NOT NULL AND s.gap IS NOT NULL"
+        " AND s.outcome NOT IN ('recovered', 'discarded', 'forced')"
+        f" AND s.trace_no IN (SELECT trace_no FROM {requests} WHERE {where})"
+        f" ORDER BY s.ts DESC LIMIT {MOST_LABELS}",
+        values,
+    )
+    columns = {name: found[name].to_numpy() for name in ("gap", "entropy", "run_length", "ema_acceptance")}
+    propensity = found["propensity"].fill_null(1.0).to_numpy()
+    ts = found["ts"].to_numpy()
+    return Labelled(
+        score=scores(policy, columns),
+        weight=1.0 / np.clip(propensity, 1e-3, 1.0).astype(np.float64),
+        agrees=found["audit_agrees"].to_numpy().astype(bool),
+        requests=len(np.unique(found["trace_no"].to_numpy())),
+        since=float(ts.min()) if len(ts) else None,
+        until=float(ts.max()) if len(ts) else None,
+    )
+
+
+def scores(policy: Policy, columns: dict[str, Any]) -> NDArray[np.float64]:
+    """gateway.policy.score over whole columns: for statistics only, no decision is taken with it."""
+    total = np.full(len(columns["gap"]), policy.bias, np.float64)
+    total += policy.gap_weight * columns["gap"].astype(np.float64)
+    total += policy.entropy_weight * columns["entropy"].astype(np.float64)
+    total += policy.run_weight * (columns["run_length"] / policy.max_small_run)
+    total += policy.acceptance_weight * columns["ema_acceptance"].astype(np.float64)
+    return np.clip(total, 0.0, 1.0).astype(np.float32).astype(np.float64)
+
+
+def _filtered() -> tuple[str, ...]:
+    return ("trace_no", "request_id", "arm", "finish_reason", "received", "prompt_text", "answer_text",
+            "guard_hits", "draft_acceptance_rate")  # fmt: skip
