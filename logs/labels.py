@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gateway.policy import Policy
 from gateway.whatif import NUM_BINS, Labels
-from logs.reader import Reader, TraceFilter
+from logs.reader import FILTERED, Reader, TraceFilter
 
 MOST_LABELS = 2_000_000
 """Newest labels taken: more would cost memory and sharpen nothing."""
@@ -50,7 +50,7 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
     that were thrown away unexamined have none; a recovered token repeats its rejected draft and is left out.
     """
     where, values = (filters or TraceFilter()).where()
-    requests, steps = reader.sql("requests", _filtered()), reader.sql("steps", _COLUMNS)
+    requests, steps = reader.sql("requests", FILTERED), reader.sql("steps", _COLUMNS)
     found = reader.query(
         f"SELECT {', '.join('s.' + name for name in _COLUMNS)} FROM {steps} s"
         " WHERE s.audit_agrees IS NOT NULL AND s.gap IS NOT NULL"
@@ -80,8 +80,3 @@ def scores(policy: Policy, columns: dict[str, Any]) -> NDArray[np.float64]:
     total += policy.run_weight * (columns["run_length"] / policy.max_small_run)
     total += policy.acceptance_weight * columns["ema_acceptance"].astype(np.float64)
     return np.clip(total, 0.0, 1.0).astype(np.float32).astype(np.float64)
-
-
-def _filtered() -> tuple[str, ...]:
-    return ("trace_no", "request_id", "arm", "finish_reason", "received", "prompt_text", "answer_text",
-            "guard_hits", "draft_acceptance_rate")  # fmt: skip

@@ -173,7 +173,7 @@ class Reader:
             while last < end:
                 query = self._cursor()
                 segments = self._holding(query, last + 1, end)
-                source = self._from("requests", (*_LIST_COLUMNS, *_FILTERED), segments)
+                source = self._from("requests", (*_LIST_COLUMNS, *FILTERED), segments)
                 rows = _rows(
                     query,
                     f"SELECT {', '.join(_LIST_COLUMNS)} FROM {source} WHERE trace_no IN"
@@ -218,7 +218,7 @@ class Reader:
         live, group = True, FIRST_SEGMENTS
         # A full page is final once every segment not yet looked into is older than all of it.
         while live or (left and not (len(numbers) == size and left[0].last_no < numbers[-1])):
-            source = self._from("requests", _FILTERED, left[:group], live=live)
+            source = self._from("requests", FILTERED, left[:group], live=live)
             rows = query.execute(
                 f"SELECT DISTINCT trace_no FROM {source} WHERE {where} AND trace_no < {before}"
                 f" ORDER BY trace_no DESC LIMIT {size}",
@@ -273,7 +273,7 @@ class Reader:
         return self._new_cursor()
 
 
-_FILTERED = (
+FILTERED = (
     "trace_no", "request_id", "arm", "finish_reason", "received", "prompt_text", "answer_text", "guard_hits",
     "draft_acceptance_rate",
 )  # fmt: skip
