@@ -11,6 +11,9 @@ from alerts.sequential import Blocks, ECusum, EProcess
 DRIFT_LIMIT = 1000.0
 """The e-CUSUM calls at this value: at least as many blocks, on average, between calls without drift."""
 
+_AUDIBLE = 4.0
+"""Evidence from which a metric is named as a cause."""
+
 _FEWEST_FAST = 5
 """Canary units before a fast metric may roll back."""
 
@@ -161,9 +164,12 @@ class Evidence:
             comparison = self.comparisons[name]
             return -comparison.metric.weight * max(comparison.harm.value, comparison.drift)
 
-        loud = sorted(
-            (n for n, c in self.comparisons.items() if c.harm.value > 1 or c.drift > 1), key=strongest
-        )
+        ordered = sorted(self.comparisons, key=strongest)
+        loud = [
+            name
+            for name in ordered
+            if self.comparisons[name].harm.value >= _AUDIBLE or self.comparisons[name].drift >= _AUDIBLE
+        ]
         if self.canary_units >= min_units and (self.against >= self.limit or self.drift >= DRIFT_LIMIT):
             return loud
         # Breakage does not wait for min_units. This sum never exceeds `against`, so alpha still holds.

@@ -76,7 +76,7 @@ def describe(rollout: Rollout) -> str:
     evidence = rollout.evidence
     lines = [
         f"{evidence.canary_units} canary and {evidence.stable_units} stable units at weight "
-        f"{rollout.history[-1].weight:g}; evidence against the canary {evidence.against:.3g}, "
+        f"{rollout.plan.steps[rollout.step]:g}; evidence against the canary {evidence.against:.3g}, "
         f"limit {evidence.limit:g}; evidence of late drift {evidence.drift:.3g}, limit {DRIFT_LIMIT:g}."
     ]
     ordered = sorted(evidence.comparisons.values(), key=lambda c: -c.metric.weight * c.harm.value)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from fakes import Clock
 from tape_fakes import SERVED, finished, request, step
+from tiny_pair import TinyPair
 
 from alerts.answers import Answers, is_judged
 from alerts.config import AlertsConfig
@@ -30,16 +31,19 @@ from gateway.core import (
     Action,
     AuditStatus,
     Counts,
+    Delta,
     FinishReason,
     Mode,
     Outcome,
     Reason,
+    Sampling,
     Step,
     Tick,
     Tier,
 )
 from gateway.policy import Policy
 from gateway.request import Trace
+from gateway.worker import Worker
 from logs import schema
 
 NUM_TOKENS = 20
@@ -548,3 +552,82 @@ def test_errors_and_empty_answers() -> None:
 )
 def test_who_is_judged_is_known_at_admission(policy: Policy, audited: bool, judged: bool) -> None:
     assert is_judged(replace(request(), policy=policy, audited=audited)) is judged
+
+
+# --- on the `tiny` pair ---
+
+
+class Tiny:
+    """The real engine on the `tiny` models with the service watching; no HTTP."""
+
+    def __init__(self, pair: TinyPair, house: House) -> None:
+        self.pair, self.house = pair, house
+        self.random = random.Random(7)
+        self.count = 0
+
+    def serve(self, num: int, tokens: int = 24, together: int = 16) -> list[str]:
+        """Answer num requests, `together` at a time; the arms they got."""
+        service = self.house.service
+        worker = Worker(self.pair.engine(), SERVED, (service.monitor,), max_queue=1000)
+        worker.start()
+        places, arms = threading.Semaphore(together), []
+
+        def deliver(delta: Delta) -> None:
+            if delta.finished is not None:
+                places.release()
+
+        for _ in range(num):
+            self.count += 1
+            name = f"tiny-{self.count}"
+            places.acquire()
+            got = service.assign(name, None, None)
+            arms.append(got.arm)
+            asked = request(
+                name, arm=got.arm, policy=got.policy, received=time.time(),
+                prompt_ids=tuple(self.pair.tokenizer.encode(f"Question {self.random.random()}")),
+                sampling=Sampling(max_tokens=tokens, seed=self.count, temperature=0.0),
+                audited=self.random.random() < got.policy.audit_rate,
+            )  # fmt: skip
+            worker.submit(asked, deliver)
+        worker.stop(drain_s=60)
+        assert service.monitor.flush()
+        return arms
+
+
+@pytest.mark.parametrize("restart", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_on_tiny_a_canary_that_trusts_everything_is_rolled_back(
+    tiny_pair: TinyPair, house: House, restart: bool
+) -> None:
+    house.clock.step = 0.0
+    house.fail = [500, 500]
+    served = Tiny(tiny_pair, house)
+    house.service.start_rollout(ROLLOUT)
+    for _ in range(12):
+        served.serve(25, tokens=16)
+        house.clock.now += 5
+        house.deliver()
+        if house.service.rollout("cheap")["verdict"] == "rolled_back":
+            break
+        if restart:
+            house.crash()
+    rollout = house.service.rollout("cheap")
+    assert rollout["verdict"] == "rolled_back"
+    assert rollout["evidence"]["agreement"]["against"] > 20
+    assert set(served.serve(25, tokens=8)) == {"stable"}
+    for _ in range(4):
+        house.clock.now += 10
+        house.deliver()
+    assert house.told() == [("CanaryRolledBack", "firing")]
+    assert len(house.posted) == 3
+
+
+@pytest.mark.soak
+def test_on_tiny_aa_raises_nothing_but_the_promotion(tiny_pair: TinyPair, house: House) -> None:
+    house.service.start_rollout({**ROLLOUT, "canary": {}})
+    served = Tiny(tiny_pair, house)
+    for _ in range(40):
+        served.serve(50)
+        house.clock.now += 5
+    house.deliver()
+    assert served.count == 2000
+    assert house.told() in ([], [("CanaryPromoted", "firing")])
