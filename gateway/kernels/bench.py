@@ -154,7 +154,9 @@ def bf16_linear_ms(sizes: Sizes, rows: int) -> float:
         (2 * sizes.intermediate, sizes.hidden),
         (sizes.hidden, sizes.intermediate),
     ]
-    weights = [[torch.randn(n, k).bfloat16() for n, k in shapes] for _ in range(6)]  # more than the caches hold
+    weights = [
+        [torch.randn(n, k).bfloat16() for n, k in shapes] for _ in range(6)
+    ]  # more than the caches hold
     head = torch.randn(sizes.vocab, sizes.hidden).bfloat16()
     inputs = {k: torch.randn(rows, k).bfloat16() for _, k in shapes}
 

@@ -10,6 +10,7 @@ namespace tokentape {
 constexpr int64_t kGroup = 128;  // weights and activations share one scale per 128 inputs
 constexpr int64_t kBlock = 16;   // outputs interleaved in one packed block
 constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kPhasesPerLayer = 10;  // of Kernels::forward
 constexpr int64_t kItem = 64;    // outputs of one unit of work; N is padded to it
 
 // y = x W^T + bias with int8 weights. weight: [N/16, K/4, 16, 4] bytes, each w + 128 (the unsigned side
@@ -65,25 +66,30 @@ struct Scratch {
   Activations x;
 };
 
-// The threads of one pass: `take` hands out units of work, `wait` is the barrier that ends a phase.
-struct Team {
-  int threads = 1;
-  alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> phase{0};
-  alignas(64) std::atomic<int64_t> next{0};
+// Units of work of one phase, handed out one by one. A phase ends when its units are done, not when every
+// thread has arrived: a thread whose core is taken by a neighbour holds up at most the unit in its hands.
+struct alignas(64) Phase {
+  std::atomic<int64_t> next{0};
+  std::atomic<int> done{0};
   int64_t take();
-  void wait();
+  void finish(int64_t units, int64_t count);  // returns once all `count` are done
+};
+
+// One thread of a team walking through the phases of a pass.
+struct Worker {
+  Phase* phase;
+  int thread, threads;
 };
 
 // One instruction set's kernels; each function is called by every thread of the team.
 struct Kernels {
   void (*enter)(bool amx);
   void (*leave)(bool amx);
-  void (*pack)(Team&, const void* weight, Dtype, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale);
-  void (*linear)(Team&, const Linear&, const float* x, Activations, float* y, bool amx);
-  void (*attention)(Team&, int thread, const Model&, const Pass&, int64_t layer, const float* q,
+  void (*pack)(Worker, const void* weight, Dtype, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale);
+  void (*linear)(Worker, const Linear&, const float* x, Activations, float* y, bool amx);
+  void (*attention)(Worker&, const Model&, const Pass&, int64_t layer, const float* q,
                     int64_t q_stride, float* out, float* entropy, Scratch&);
-  void (*forward)(Team&, int thread, const Model&, const Pass&, Scratch&, bool amx);
+  void (*forward)(Worker, const Model&, const Pass&, Scratch&, bool amx);
   double (*peak)(bool amx, int64_t repeats);  // multiply-adds done, for timing
 };
 

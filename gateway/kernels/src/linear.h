@@ -43,36 +43,48 @@ INLINE v16 add_group(v16 total, v16i dot, v16 w_scale, float x_scale) {
 
 #if defined(__AVX512VNNI__)
 
-// M rows by B blocks. Inline assembly keeps the accumulators in registers: gcc spills them around the
-// intrinsic, at half the speed.
+INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// Inline assembly keeps the accumulators in registers: gcc spills them around the intrinsic, at half the speed.
 INLINE void dot4(v16i& acc, __m512i w, __m512i x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
 }
 
-template <int M, int B>
-void tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
+// One group of two blocks for M rows; the next group is prefetched meanwhile.
+template <int M>
+INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, int64_t width, const int32_t* sum,
+                      v16i dot[M][2]) {
+  for (int m = 0; m < M; ++m) dot[m][0] = dot[m][1] = v16i{} + sum[m];
+  for (int64_t k = 0; k < kGroup; k += 4, w0 += 64, w1 += 64, xp += 4) {
+    prefetch(w0 + kGroup * kBlock);
+    prefetch(w1 + kGroup * kBlock);
+    const __m512i a = _mm512_loadu_si512(w0), b = _mm512_loadu_si512(w1);
+    for (int m = 0; m < M; ++m) {
+      int32_t four;
+      std::memcpy(&four, xp + m * width, 4);
+      const __m512i xv = _mm512_set1_epi32(four);
+      dot4(dot[m][0], a, xv);
+      dot4(dot[m][1], b, xv);
+    }
+  }
+}
+
+// M rows by the four blocks of a unit, group by group: four streams of weights keep the memory busier than two.
+template <int M>
+void vnni_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
+  constexpr int B = kItem / kBlock;
   v16 total[M][B] = {};
   const int64_t width = w.groups * kGroup, stride = width * kBlock;
   const uint8_t* wp = weights_of(w, block);
   const int8_t* xp = x.q + row * width;
-  for (int64_t g = 0; g < w.groups; ++g) {
-    v16i dot[M][B];
-    for (int m = 0; m < M; ++m)
-      for (int b = 0; b < B; ++b) dot[m][b] = v16i{} + x.sum[g * x.padded + row + m];
-    for (int64_t k = 0; k < kGroup; k += 4, wp += 64, xp += 4) {
-      __m512i wv[B];
-      for (int b = 0; b < B; ++b) wv[b] = _mm512_loadu_si512(wp + b * stride);
-      for (int m = 0; m < M; ++m) {
-        int32_t four;
-        std::memcpy(&four, xp + m * width, 4);
-        const __m512i xv = _mm512_set1_epi32(four);
-        for (int b = 0; b < B; ++b) dot4(dot[m][b], wv[b], xv);
-      }
-    }
-    for (int b = 0; b < B; ++b) {
-      const v16 ws = scales_of(w, block + b, g);
+  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup) {
+    const int64_t at = g * x.padded + row;
+    for (int b = 0; b < B; b += 2) {
+      v16i dot[M][2];
+      dot_group<M>(wp + b * stride, wp + (b + 1) * stride, xp, width, x.sum + at, dot);
+      const v16 ws[2] = {scales_of(w, block + b, g), scales_of(w, block + b + 1, g)};
       for (int m = 0; m < M; ++m)
-        total[m][b] = add_group(total[m][b], dot[m][b], ws, x.scale[g * x.padded + row + m]);
+        for (int i = 0; i < 2; ++i) total[m][b + i] = add_group(total[m][b + i], dot[m][i], ws[i], x.scale[at + m]);
     }
   }
   for (int m = 0; m < M; ++m)
@@ -80,15 +92,10 @@ void tile(const Linear& w, const Activations& x, int64_t block, int64_t row, con
 }
 
 void vnni_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
-  int64_t row = 0;
-  for (; row + 6 <= x.rows; row += 6) tile<6, 4>(w, x, block, row, y);
-  switch (x.rows - row) {
-    case 5: return tile<5, 4>(w, x, block, row, y);
-    case 4: return tile<4, 4>(w, x, block, row, y);
-    case 3: return tile<3, 4>(w, x, block, row, y);
-    case 2: return tile<2, 4>(w, x, block, row, y);
-    case 1: return tile<1, 4>(w, x, block, row, y);
-  }
+  using Tile = void (*)(const Linear&, const Activations&, int64_t, int64_t, const Output&);
+  static constexpr Tile tiles[] = {vnni_tile<1>, vnni_tile<2>, vnni_tile<3>, vnni_tile<4>,  vnni_tile<5>,  vnni_tile<6>,
+                                   vnni_tile<7>, vnni_tile<8>, vnni_tile<9>, vnni_tile<10>, vnni_tile<11>, vnni_tile<12>};
+  for (int64_t row = 0; row < x.rows; row += 12) tiles[(x.rows - row < 12 ? x.rows - row : 12) - 1](w, x, block, row, y);
 }
 
 #if defined(__AMX_INT8__)
@@ -99,85 +106,107 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Up to 64 rows by two blocks, 16 rows at a time: tiles 0-1 are products, 2-3 activations, 4-7 weights.
-// The integers of one step are scaled while the tile unit works on the next.
+// Up to 64 rows by the four blocks of a unit, two blocks and 16 rows at a time: tiles 0-1 are products, 2-3
+// activations, 4-7 weights. The integers of one step are scaled while the tile unit works on the next.
 void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, int64_t rows, const Output& y) {
-  alignas(64) float total[64][32] = {};
+  alignas(64) float total[64][kItem] = {};
   alignas(64) int32_t dot[2][16][32];
-  const int64_t width = w.groups * kGroup, stride = width * kBlock, steps = (rows + 15) / 16;
-  const uint8_t* wp = weights_of(w, block);
-  const int8_t* xp = x.q + row * width;
-  const auto scale_step = [&](int64_t g, int64_t step) {
-    const v16 ws0 = scales_of(w, block, g), ws1 = scales_of(w, block + 1, g);
-    const int64_t base = g * x.padded + row + step * 16, last = rows - step * 16 < 16 ? rows - step * 16 : 16;
+  const int64_t width = w.groups * kGroup, stride = width * kBlock;
+  struct Step {
+    int64_t group, block, row;
+    int buffer;
+  };
+  const auto scale_step = [&](const Step& s) {
+    const v16 ws0 = scales_of(w, block + s.block, s.group), ws1 = scales_of(w, block + s.block + 1, s.group);
+    const int64_t base = s.group * x.padded + row + s.row, last = rows - s.row < 16 ? rows - s.row : 16;
     for (int64_t r = 0; r < last; ++r) {
-      const int32_t(&d)[32] = dot[step & 1][r];
-      float(&t)[32] = total[step * 16 + r];
+      const int32_t* d = dot[s.buffer][r];
+      float* t = total[s.row + r] + s.block * kBlock;
       const int32_t offset = x.sum[base + r];
       const v16i d0 = *reinterpret_cast<const v16i*>(d) + offset, d1 = *reinterpret_cast<const v16i*>(d + 16) + offset;
       store(t, add_group(load(t), d0, ws0, x.scale[base + r]));
       store(t + 16, add_group(load(t + 16), d1, ws1, x.scale[base + r]));
     }
   };
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup) {
-    _tile_loadd(4, wp, 64);
-    _tile_loadd(5, wp + 1024, 64);
-    _tile_loadd(6, wp + stride, 64);
-    _tile_loadd(7, wp + stride + 1024, 64);
-    for (int64_t step = 0; step < steps; ++step) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_loadd(2, xp + step * 16 * width, width);
-      _tile_loadd(3, xp + step * 16 * width + 64, width);
-      _tile_dpbsud(0, 2, 4);
-      _tile_dpbsud(1, 2, 6);
-      _tile_dpbsud(0, 3, 5);
-      _tile_dpbsud(1, 3, 7);
-      if (step > 0) scale_step(g, step - 1);
-      _tile_stored(0, dot[step & 1], 128);
-      _tile_stored(1, dot[step & 1][0] + 16, 128);
-    }
-    scale_step(g, steps - 1);
+  const int64_t pairs = rows > 32 ? 1 : 2;  // inner pairs of blocks: more streams while memory is the limit
+  Step before{0, 0, 0, -1};
+  for (int64_t outer = 0; outer < 2; outer += pairs) {
+    const uint8_t* wp = weights_of(w, block);
+    const int8_t* xp = x.q + row * width;
+    for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup)
+      for (int64_t b = outer * 2; b < (outer + pairs) * 2; b += 2) {
+        const uint8_t *w0 = wp + b * stride, *w1 = w0 + stride;
+        _tile_loadd(4, w0, 64);
+        _tile_loadd(5, w0 + 1024, 64);
+        _tile_loadd(6, w1, 64);
+        _tile_loadd(7, w1 + 1024, 64);
+        for (int64_t first = 0; first < rows; first += 16) {
+          _tile_zero(0);
+          _tile_zero(1);
+          _tile_loadd(2, xp + first * width, width);
+          _tile_loadd(3, xp + first * width + 64, width);
+          _tile_dpbsud(0, 2, 4);
+          _tile_dpbsud(1, 2, 6);
+          _tile_dpbsud(0, 3, 5);
+          _tile_dpbsud(1, 3, 7);
+          if (first == 0)
+            for (int64_t i = 0; i < 2048; i += 64) {
+              prefetch(w0 + 2048 + i);
+              prefetch(w1 + 2048 + i);
+            }
+          if (before.buffer >= 0) scale_step(before);
+          before = {g, b, first, before.buffer == 0};
+          _tile_stored(0, dot[before.buffer], 128);
+          _tile_stored(1, dot[before.buffer][0] + 16, 128);
+        }
+      }
   }
+  scale_step(before);
   for (int64_t r = 0; r < rows; ++r)
-    for (int b = 0; b < 2; ++b) put(w, y, row + r, block + b, load(total[r] + 16 * b));
+    for (int b = 0; b < 4; ++b) put(w, y, row + r, block + b, load(total[r] + kBlock * b));
 }
 
 void amx_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
   for (int64_t row = 0; row < x.rows; row += 64)
-    for (int64_t b = 0; b < kItem / kBlock; b += 2)
-      amx_tile(w, x, block + b, row, x.rows - row < 64 ? x.rows - row : 64, y);
+    amx_tile(w, x, block, row, x.rows - row < 64 ? x.rows - row : 64, y);
 }
 
-constexpr int64_t kAmxRows = 3;  // fewer rows are bound by memory either way
+constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 
 #endif
 #endif
 
 #if !defined(__AVX512VNNI__)
 
-// Written so that compilers find the 16-bit multiply-add; exact in int32.
-void plain_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
-  const int64_t width = w.groups * kGroup;
-  for (int64_t b = block; b < block + kItem / kBlock; ++b)
-    for (int64_t row = 0; row < x.rows; ++row) {
-      const uint8_t* wp = weights_of(w, b);
-      const int8_t* xp = x.q + row * width;
-      v16 total = {};
-      for (int64_t g = 0; g < w.groups; ++g) {
-        int32_t pair[32] = {};
-        for (int64_t k = 0; k < kGroup; k += 4, wp += 64, xp += 4) {
-          int16_t xs[64];
-          for (int i = 0; i < 64; ++i) xs[i] = xp[i & 3];
-          for (int i = 0; i < 32; ++i)
-            pair[i] += static_cast<int16_t>(wp[2 * i]) * xs[2 * i] + static_cast<int16_t>(wp[2 * i + 1]) * xs[2 * i + 1];
-        }
-        v16i dot = v16i{} + x.sum[g * x.padded + row];
-        for (int i = 0; i < 16; ++i) dot[i] += pair[2 * i] + pair[2 * i + 1];
-        total = add_group(total, dot, scales_of(w, b, g), x.scale[g * x.padded + row]);
+// R rows by one block, in float32: a group's products and sums stay below 2^24, so they are exact integers.
+template <int R>
+void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
+  v16 total[R] = {};
+  const uint8_t* wp = weights_of(w, block);
+  for (int64_t g = 0; g < w.groups; ++g) {
+    v16 dot[R] = {};
+    for (int64_t k = 0; k < kGroup; k += 4, wp += 64) {
+      const v16u four = *reinterpret_cast<const v16u*>(wp);
+      for (int j = 0; j < 4; ++j) {
+        const v16 value = __builtin_convertvector((v16i)((four >> (8 * j)) & 255u), v16);
+        for (int r = 0; r < R; ++r) dot[r] += value * x.q[((row + r) * w.groups + g) * kGroup + k + j];
       }
-      put(w, y, row, b, total);
     }
+    const v16 ws = scales_of(w, block, g);
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = g * x.padded + row + r;
+      total[r] = add_group(total[r], __builtin_convertvector(dot[r], v16i) + x.sum[at], ws, x.scale[at]);
+    }
+  }
+  for (int r = 0; r < R; ++r) put(w, y, row + r, block, total[r]);
+}
+
+void plain_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
+  for (int64_t b = block; b < block + kItem / kBlock; ++b) {
+    int64_t row = 0;
+    for (; row + 4 <= x.rows; row += 4) plain_tile<4>(w, x, b, row, y);
+    for (; row < x.rows; ++row) plain_tile<1>(w, x, b, row, y);
+  }
 }
 
 #endif

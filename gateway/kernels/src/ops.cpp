@@ -18,29 +18,19 @@
 
 namespace tokentape {
 
-int64_t Team::take() { return next.fetch_add(1, std::memory_order_relaxed); }
+int64_t Phase::take() { return next.fetch_add(1, std::memory_order_relaxed); }
 
-// A short spin, then sleep: a neighbour may hold the core that the last thread needs.
-void Team::wait() {
-  if (threads == 1) {
-    next = 0;
-    return;
-  }
-  const int now = phase.load(std::memory_order_acquire);
-  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-    arrived.store(0, std::memory_order_relaxed);
-    next.store(0, std::memory_order_relaxed);
-    phase.store(now + 1, std::memory_order_release);
-    phase.notify_all();
-    return;
-  }
+// A short spin, then sleep: the last unit may be on a core that is shared.
+void Phase::finish(int64_t units, int64_t count) {
+  const int all = static_cast<int>(count), mine = static_cast<int>(units);
+  if (mine > 0 && done.fetch_add(mine, std::memory_order_acq_rel) + mine == all) done.notify_all();
   for (int spin = 0; spin < 300; ++spin) {
-    if (phase.load(std::memory_order_acquire) != now) return;
+    if (done.load(std::memory_order_acquire) == all) return;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-  phase.wait(now, std::memory_order_acquire);
+  for (int seen; (seen = done.load(std::memory_order_acquire)) != all;) done.wait(seen, std::memory_order_acquire);
 }
 
 namespace {
@@ -106,16 +96,14 @@ void use_path(const std::string& name) {
   TORCH_CHECK(false, "this processor has no kernel path ", name);
 }
 
-// Runs `body(kernels, team, thread)` on as many threads as torch uses.
+// Runs `body(kernels, worker)`, which walks through `phases` phases, on as many threads as torch uses.
 template <class Body>
-void on_team(const Path& chosen, Body body) {
-  Team team;
+void on_team(const Path& chosen, int64_t phases, Body body) {
+  std::vector<Phase> work(phases);
 #pragma omp parallel num_threads(at::get_num_threads())
   {
-#pragma omp single
-    team.threads = omp_get_num_threads();
     chosen.kernels->enter(chosen.amx);
-    body(*chosen.kernels, team, omp_get_thread_num());
+    body(*chosen.kernels, Worker{work.data(), omp_get_thread_num(), omp_get_num_threads()});
     chosen.kernels->leave(chosen.amx);
   }
 }
@@ -175,8 +163,8 @@ std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
   Tensor packed = at::empty({blocks, groups * kGroup / 4, kBlock * 4}, at::kByte);
   Tensor scale = at::empty({blocks, groups, kBlock}, at::kBFloat16);
   const Dtype type = dtype_of(weight, "weight");
-  on_team(path(), [&](const Kernels& kernels, Team& team, int) {
-    kernels.pack(team, weight.const_data_ptr(), type, n, k, packed.data_ptr<uint8_t>(),
+  on_team(path(), 1, [&](const Kernels& kernels, Worker me) {
+    kernels.pack(me, weight.const_data_ptr(), type, n, k, packed.data_ptr<uint8_t>(),
                  static_cast<uint16_t*>(scale.data_ptr()));
   });
   return {packed, scale};
@@ -189,8 +177,8 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scale, c
   const Linear w = linear_of(weight, scale, bias, n, k);
   Tensor y = at::empty({rows, n}, at::kFloat);
   const Quantized room(rows, w.groups);
-  on_team(path(), [&](const Kernels& kernels, Team& team, int) {
-    kernels.linear(team, w, in, room.view(rows, w.groups), y.data_ptr<float>(), path().amx);
+  on_team(path(), 2, [&](const Kernels& kernels, Worker me) {
+    kernels.linear(me, w, in, room.view(rows, w.groups), y.data_ptr<float>(), path().amx);
   });
   return y;
 }
@@ -241,8 +229,8 @@ Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, 
   s.scores = scores.data_ptr<float>();
   Tensor out = at::empty(q.sizes(), at::kFloat);
   const float* in = floats(q, q.numel(), "q");
-  on_team(path(), [&](const Kernels& kernels, Team& team, int thread) {
-    kernels.attention(team, thread, m, p, 0, in, m.heads * m.head_dim, out.data_ptr<float>(), nullptr, s);
+  on_team(path(), 1, [&](const Kernels& kernels, Worker me) {
+    kernels.attention(me, m, p, 0, in, m.heads * m.head_dim, out.data_ptr<float>(), nullptr, s);
   });
   return out;
 }
@@ -306,8 +294,8 @@ class Decoder : public torch::CustomClassHolder {
     Tensor logits = at::empty({p.num_wanted, m.vocab}, at::kFloat), entropy = at::empty({p.num_wanted}, at::kFloat);
     p.logits = logits.data_ptr<float>(), p.attn_entropy = entropy.data_ptr<float>();
     Scratch s = room(std::max(p.num_tokens, p.num_wanted), longest);
-    on_team(path(), [&](const Kernels& kernels, Team& team, int thread) {
-      kernels.forward(team, thread, m, p, s, path().amx);
+    on_team(path(), kPhasesPerLayer * m.num_layers + 3, [&](const Kernels& kernels, Worker me) {
+      kernels.forward(me, m, p, s, path().amx);
     });
     return {logits, entropy};
   }
@@ -344,7 +332,7 @@ class Decoder : public torch::CustomClassHolder {
 
 double peak(int64_t repeats) {
   double done = 0;
-  on_team(path(), [&](const Kernels& kernels, Team&, int) {
+  on_team(path(), 0, [&](const Kernels& kernels, Worker) {
     const double here = kernels.peak(path().amx, repeats);
 #pragma omp critical
     done += here;

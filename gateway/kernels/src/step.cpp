@@ -6,9 +6,11 @@ namespace tokentape::ISA {
 namespace {
 
 template <class F>
-INLINE void each(Team& team, int64_t count, F f) {
-  for (int64_t i; (i = team.take()) < count;) f(i);
-  team.wait();
+INLINE void each(Worker& me, int64_t count, F f) {
+  Phase& phase = *me.phase++;
+  int64_t units = 0;
+  for (int64_t i; (i = phase.take()) < count; ++units) f(i);
+  phase.finish(units, count);
 }
 
 INLINE int64_t items(const Linear& w) { return (w.n + kItem - 1) / kItem; }
@@ -180,73 +182,73 @@ void attend(const Model& m, const Pass& p, int64_t layer, int64_t t, int64_t kv_
     for (int64_t i = 0; i < d; ++i) out[g * d + i] /= scores[count * padded + g];
 }
 
-void attention(Team& team, int thread, const Model& m, const Pass& p, int64_t layer, const float* q, int64_t q_stride,
+void attention(Worker& me, const Model& m, const Pass& p, int64_t layer, const float* q, int64_t q_stride,
                float* out, float* entropy, Scratch& s) {
   const int64_t shared = m.heads / m.kv_heads;
-  const int64_t count = p.num_tokens * m.kv_heads >= team.threads ? shared : 1, parts = m.heads / count;
-  float* scores = s.scores + thread * s.scores_per_thread;
-  each(team, p.num_tokens * parts, [&](int64_t i) {
+  const int64_t count = p.num_tokens * m.kv_heads >= me.threads ? shared : 1, parts = m.heads / count;
+  float* scores = s.scores + me.thread * s.scores_per_thread;
+  each(me, p.num_tokens * parts, [&](int64_t i) {
     const int64_t t = i / parts, head = i % parts * count;
     attend(m, p, layer, t, head / shared, count, q + t * q_stride + head * m.head_dim,
            out + (t * m.heads + head) * m.head_dim, entropy ? entropy + t * m.heads + head : nullptr, scores);
   });
 }
 
-void project(Team& team, const Linear& w, const Activations& x, Output y, bool amx) {
-  each(team, items(w), [&](int64_t i) { linear_item(w, x, i, y, amx); });
+void project(Worker& me, const Linear& w, const Activations& x, Output y, bool amx) {
+  each(me, items(w), [&](int64_t i) { linear_item(w, x, i, y, amx); });
 }
 
 Activations shaped(const Activations& x, int64_t rows, const Linear& w) {
   return {x.q, x.scale, x.sum, rows, (rows + 63) / 64 * 64, w.groups};
 }
 
-void forward(Team& team, int thread, const Model& m, const Pass& p, Scratch& s, bool amx) {
+void forward(Worker me, const Model& m, const Pass& p, Scratch& s, bool amx) {
   const int64_t tokens = p.num_tokens, width = m.heads * m.head_dim, qkv_width = width + 2 * m.kv_heads * m.head_dim;
-  each(team, tokens, [&](int64_t t) { embed_token(m, p.tokens[t], s.h + t * m.hidden); });
+  each(me, tokens, [&](int64_t t) { embed_token(m, p.tokens[t], s.h + t * m.hidden); });
   for (int64_t l = 0; l < m.num_layers; ++l) {
     const Layer& layer = m.layers[l];
     const Activations in = shaped(s.x, tokens, layer.qkv), mixed = shaped(s.x, tokens, layer.o);
     const Activations inner = shaped(s.x, tokens, layer.down);
-    each(team, tokens, [&](int64_t t) { norm_and_quantize(in, t, s.h + t * m.hidden, layer.input_norm, m.hidden, m.eps); });
-    project(team, layer.qkv, in, {s.wide, qkv_width, false}, amx);
-    each(team, tokens, [&](int64_t t) { append_token(m, layer, p, l, t, s.wide + t * qkv_width); });
-    attention(team, thread, m, p, l, s.wide, qkv_width, s.narrow, l + 1 == m.num_layers ? s.entropy : nullptr, s);
-    each(team, tokens, [&](int64_t t) {
+    each(me, tokens, [&](int64_t t) { norm_and_quantize(in, t, s.h + t * m.hidden, layer.input_norm, m.hidden, m.eps); });
+    project(me, layer.qkv, in, {s.wide, qkv_width, false}, amx);
+    each(me, tokens, [&](int64_t t) { append_token(m, layer, p, l, t, s.wide + t * qkv_width); });
+    attention(me, m, p, l, s.wide, qkv_width, s.narrow, l + 1 == m.num_layers ? s.entropy : nullptr, s);
+    each(me, tokens, [&](int64_t t) {
       quantize_groups(mixed, t, width, 0, mixed.groups, [&](int64_t i) { return load(s.narrow + t * width + i); });
     });
-    project(team, layer.o, mixed, {s.h, m.hidden, true}, amx);
-    each(team, tokens, [&](int64_t t) { norm_and_quantize(in, t, s.h + t * m.hidden, layer.post_norm, m.hidden, m.eps); });
-    project(team, layer.gate_up, in, {s.wide, 2 * m.intermediate, false}, amx);
+    project(me, layer.o, mixed, {s.h, m.hidden, true}, amx);
+    each(me, tokens, [&](int64_t t) { norm_and_quantize(in, t, s.h + t * m.hidden, layer.post_norm, m.hidden, m.eps); });
+    project(me, layer.gate_up, in, {s.wide, 2 * m.intermediate, false}, amx);
     const int64_t parts = (inner.groups + 7) / 8;
-    each(team, tokens * parts, [&](int64_t i) {
+    each(me, tokens * parts, [&](int64_t i) {
       const int64_t t = i / parts, first = i % parts * 8, last = first + 8 < inner.groups ? first + 8 : inner.groups;
       const float *gate = s.wide + t * 2 * m.intermediate, *up = gate + m.intermediate;
       quantize_groups(inner, t, m.intermediate, first, last,
                       [&](int64_t j) { return activate(load(gate + j), m.activation) * load(up + j); });
     });
-    project(team, layer.down, inner, {s.h, m.hidden, true}, amx);
+    project(me, layer.down, inner, {s.h, m.hidden, true}, amx);
   }
   const Activations last = shaped(s.x, p.num_wanted, m.head);
-  each(team, p.num_wanted, [&](int64_t i) {
+  each(me, p.num_wanted, [&](int64_t i) {
     const int64_t t = p.wanted[i];
     norm_and_quantize(last, i, s.h + t * m.hidden, m.final_norm, m.hidden, m.eps);
     float mean = 0.f;
     for (int64_t head = 0; head < m.heads; ++head) mean += s.entropy[t * m.heads + head];
     p.attn_entropy[i] = mean / static_cast<float>(m.heads);
   });
-  project(team, m.head, last, {p.logits, m.vocab, false}, amx);
+  project(me, m.head, last, {p.logits, m.vocab, false}, amx);
 }
 
-void linear(Team& team, const Linear& w, const float* x, Activations a, float* y, bool amx) {
-  each(team, a.rows, [&](int64_t t) {
+void linear(Worker me, const Linear& w, const float* x, Activations a, float* y, bool amx) {
+  each(me, a.rows, [&](int64_t t) {
     quantize_groups(a, t, w.k, 0, w.groups, [&](int64_t i) { return load(x + t * w.k + i); });
   });
-  project(team, w, a, {y, w.n, false}, amx);
+  project(me, w, a, {y, w.n, false}, amx);
 }
 
-void pack(Team& team, const void* weight, Dtype type, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale) {
+void pack(Worker me, const void* weight, Dtype type, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale) {
   const int64_t blocks = (n + kItem - 1) / kItem * (kItem / kBlock);
-  each(team, blocks, [&](int64_t b) { pack_block(weight, type, n, k, b, packed, scale); });
+  each(me, blocks, [&](int64_t b) { pack_block(weight, type, n, k, b, packed, scale); });
 }
 
 void enter(bool amx) {
