@@ -17,6 +17,7 @@ import structlog
 import uvicorn
 
 import replay_ui
+from gateway.access import Keyring
 from gateway.api.http import build_http
 from gateway.api.service import Service
 from gateway.config import Config, ConfigError
@@ -45,7 +46,7 @@ class Gateway:
     load makes the worker from the engine's observers, in a thread. Raises what opening the tape raises.
     """
 
-    def __init__(self, config: Config, load: Load) -> None:
+    def __init__(self, config: Config, load: Load, keys: Keyring | None = None) -> None:
         self.config = config
         self._load = load
         metrics = Metrics()
@@ -59,7 +60,11 @@ class Gateway:
             on_flush=metrics.on_flush,
         )
         self.service = Service(
-            config=config, metrics=metrics, model_name=config.models.served_name, recorder=recorder
+            config=config,
+            metrics=metrics,
+            model_name=config.models.served_name,
+            recorder=recorder,
+            keys=keys or Keyring(),
         )
         self._recorder = recorder
         self._worker: Worker | None = None

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gateway.access import Keyring, check_bind, load_keys
 from gateway.config import Config, ConfigError, load_config
 
 Commands = Any
@@ -38,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in QUIET_OPENMP.items():
         os.environ.setdefault(name, value)
     config = config_from(arguments)
-    return asyncio.run(_serve(config))
+    keys = load_keys(config.auth.keys_file, os.environ)
+    check_bind(config.server.host, keys)
+    return asyncio.run(_serve(config, keys))
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
@@ -56,7 +59,7 @@ def config_from(arguments: argparse.Namespace) -> Config:
     )
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, keys: Keyring) -> int:
     from gateway.app import Gateway, listen, replay_ui_beside, url_of
     from gateway.journal import set_up_log
     from gateway.loading import load_pair
@@ -66,7 +69,7 @@ async def _serve(config: Config) -> int:
     set_up_log(config.logs.level)
     with listen(config.server.host, config.server.port) as listener, contextlib.ExitStack() as beside:
         try:
-            gateway = Gateway(config, lambda observers: load_pair(config, observers))
+            gateway = Gateway(config, lambda observers: load_pair(config, observers), keys)
         except (TapeBusy, TapeUnwritable, TapeTooNew) as error:
             raise ConfigError(f"logs.data_dir: {error}") from None
 

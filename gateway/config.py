@@ -124,6 +124,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_mib: Annotated[
         Annotated[float, Meta(gt=0.0)], Meta(description="largest request body; beyond it the answer is 413")
     ] = 8.0
+    max_header_kib: Annotated[
+        Annotated[float, Meta(gt=0.0)],
+        Meta(description="largest request headers; beyond it the answer is 431"),
+    ] = 32.0
+    max_wait_s: Annotated[
+        Seconds, Meta(description="a request that would wait longer for a slot gets 429 at once")
+    ] = 120.0
+    cors_origins: Annotated[
+        list[str], Meta(description="web origins that browsers may call from; none by default")
+    ] = []
     max_choices: Annotated[Positive, Meta(description="most choices of one request: prompts times `n`")] = 128
     keepalive_s: Annotated[
         Seconds, Meta(description="an SSE comment is sent when a stream was silent for so long")
@@ -135,6 +145,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Seconds, Meta(description="longest life of a request; beyond it the answer is 504")
     ] = 600.0
     drain_s: Annotated[Seconds, Meta(description="how long SIGTERM lets running requests go on")] = 30.0
+
+
+class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[auth]: who may call, and how much one key may ask for."""
+
+    keys_file: Annotated[
+        str | None,
+        Meta(description="API keys, a line each: name, scopes, sha256; `tokentape keys new` makes one"),
+    ] = None
+    max_concurrent: Annotated[Positive | None, Meta(description="most requests of one key at a time")] = None
+    tokens_per_minute: Annotated[
+        Positive | None, Meta(description="prompt and output tokens one key may use, on average")
+    ] = None
 
 
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,6 +180,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     models: ModelsConfig = ModelsConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    auth: AuthConfig = AuthConfig()
     logs: LogsConfig = LogsConfig()
     policy: dict[str, PolicyTable] = {}
 

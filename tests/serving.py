@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import httpx
 import uvicorn
 from fake_worker import FakeWorker
 
+from gateway.access import Keyring
 from gateway.api.http import build_http
 from gateway.api.service import Service
 from gateway.config import Config, ModelsConfig
@@ -57,13 +59,25 @@ class FakeGateway:
 
 @contextmanager
 def fake_gateway(
-    config: Config = TINY, data_dir: Path | None = None, send_buffer: int | None = None
+    config: Config = TINY,
+    data_dir: Path | None = None,
+    send_buffer: int | None = None,
+    keys: Keyring | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Iterator[FakeGateway]:
     """A gateway without models; with a tape when data_dir is given."""
     recorder = Recorder(data_dir) if data_dir is not None else None
     metrics = Metrics()
     worker = FakeWorker(observers=[metrics] if recorder is None else [recorder, metrics])
-    service = Service(config=config, metrics=metrics, model_name="tiny", recorder=recorder, engine=worker)
+    service = Service(
+        config=config,
+        metrics=metrics,
+        model_name="tiny",
+        recorder=recorder,
+        engine=worker,
+        keys=keys or Keyring(),
+        clock=clock,
+    )
     try:
         with serving(service, send_buffer) as url:
             gateway = FakeGateway(service, worker, url)

@@ -31,6 +31,9 @@ class Form(Protocol):
     def closing(self) -> Iterator[Any]:
         """Chunks that come after the last token."""
 
+    def usage(self) -> Usage:
+        """The usage so far."""
+
     def summary(self) -> dict[str, Any]:
         """What the access log says of the answer."""
 

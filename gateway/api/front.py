@@ -14,6 +14,7 @@ from gateway.api.errors import envelope
 from gateway.api.service import REQUEST_ID, Service
 
 access_log = structlog.get_logger("access")
+BAD_ID = "x-request-id: expected 1 to 128 letters, digits, dots, underscores or hyphens"
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Polled by machines: logged at debug level."""
 
@@ -53,10 +54,14 @@ class Front:
             await send(message)
 
         try:
-            if valid:
-                await self._app(scope, receive, send_with_id)
+            if not valid:
+                await _refuse(send_with_id, 400, BAD_ID, "x-request-id", "invalid_value")
+            elif _header_bytes(scope) > self._service.config.server.max_header_kib * 1024:
+                await _refuse(
+                    send_with_id, 431, "The request headers are too large", None, "headers_too_large"
+                )
             else:
-                await _refuse_id(send_with_id)
+                await self._app(scope, receive, send_with_id)
         finally:
             path = scope["path"]
             write = access_log.debug if path in QUIET_PATHS else access_log.info
@@ -71,17 +76,12 @@ class Front:
             )
 
 
-async def _refuse_id(send: Send) -> None:
-    message = "x-request-id: expected 1 to 128 letters, digits, dots, underscores or hyphens"
-    body = msgspec.json.encode(envelope(400, message, "x-request-id", "invalid_value"))
-    await send(
-        {
-            "type": "http.response.start",
-            "status": 400,
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-            ],
-        }
-    )
+def _header_bytes(scope: HTTPScope) -> int:
+    return sum(len(name) + len(value) for name, value in scope["headers"])
+
+
+async def _refuse(send: Send, status: int, message: str, param: str | None, code: str) -> None:
+    body = msgspec.json.encode(envelope(status, message, param, code))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from litestar import Litestar
+from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.types import ASGIApp
 
 from gateway.api import inference, models, operations, replays, traces
 from gateway.api.errors import on_exception
 from gateway.api.front import Front
+from gateway.api.guard import check_key
 from gateway.api.service import Service
 
 HANDLERS = (
@@ -31,13 +33,16 @@ HANDLERS = (
 
 def build_http(service: Service) -> ASGIApp:
     """The gateway's HTTP application."""
+    server = service.config.server
     app = Litestar(
         route_handlers=HANDLERS,
         exception_handlers={Exception: on_exception},
+        guards=[check_key],
+        cors_config=CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None,
         state=State({"service": service}),
         openapi_config=None,
         logging_config=None,
-        request_max_body_size=int(service.config.server.max_body_mib * 2**20),
+        request_max_body_size=int(server.max_body_mib * 2**20),
         debug=False,
     )
     return Front(app, service)

@@ -15,6 +15,7 @@ from gateway.api.chat import ChatForm
 from gateway.api.completion import CompletionForm
 from gateway.api.errors import ApiError, as_api_error
 from gateway.api.form import Form
+from gateway.api.guard import INFER, caller
 from gateway.api.live import Cancelled, Failed, Live, TooLate
 from gateway.api.plan import Origin, plan_completion
 from gateway.api.plan_chat import plan_chat
@@ -29,7 +30,7 @@ log = structlog.get_logger("gateway")
 HttpRequest = Request[Any, Any, Any]
 
 
-@post("/v1/completions", status_code=200)
+@post("/v1/completions", status_code=200, opt=INFER)
 async def completions(request: HttpRequest) -> Response[bytes]:
     """Complete one or several prompts."""
     service = service_of(request.app.state)
@@ -44,7 +45,7 @@ async def completions(request: HttpRequest) -> Response[bytes]:
     return await _serve(request, service, Live(engine, requests), form, body)
 
 
-@post("/v1/chat/completions", status_code=200)
+@post("/v1/chat/completions", status_code=200, opt=INFER)
 async def chat_completions(request: HttpRequest) -> Response[bytes]:
     """Answer a chat."""
     service = service_of(request.app.state)
@@ -72,21 +73,24 @@ async def _origin(request: HttpRequest, service: Service, prefix: str, endpoint:
         if await asyncio.to_thread(service.id_is_taken, trace_id):
             raise clash(trace_id)
     request.scope["state"]["request_id"] = trace_id
-    return Origin(id=trace_id, endpoint=endpoint, received=received)
+    return Origin(id=trace_id, endpoint=endpoint, received=received, scope=caller(request.scope["state"]))
 
 
 async def _serve(
     request: HttpRequest, service: Service, live: Live, form: Form, body: DecodingRequest
 ) -> Response[bytes]:
-    access = request.scope["state"].setdefault("access", {})
-    service.start(live)
+    access, key = request.scope["state"]["access"], caller(request.scope["state"])
+    service.start(live, key)
     if body.stream:
-        return EventStream(_events(service, live, form, access), service.config.server.send_timeout_s)
+        return EventStream(
+            _events(service, live, form, access),
+            service.config.server.send_timeout_s,
+            on_end=lambda: _leave(service, live, form, access, key),
+        )
     try:
         answer = await _whole(request, service, live, form)
     finally:
-        service.end(live)
-        access.update(form.summary())
+        _leave(service, live, form, access, key)
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -140,9 +144,13 @@ async def _events(
     except Exception as error:
         log.exception("stream_failed", request_id=live.id)
         yield event(as_api_error(error).envelope)
-    finally:
-        service.end(live)
-        access.update(form.summary())
+
+
+def _leave(service: Service, live: Live, form: Form, access: dict[str, Any], key: str) -> None:
+    """Free what is held, book the tokens, and say in the access log what came of it."""
+    usage = form.usage()
+    service.end(live, key, usage.total_tokens)
+    access.update(form.summary())
 
 
 def _ended_early(error: Failed | Cancelled | TooLate, service: Service) -> ApiError:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from gateway.core import Delta, FinishReason
+from gateway.core import Delta, Finished, FinishReason
 from gateway.request import Request, Served
 from gateway.text import Tokenizer
 
@@ -61,6 +61,7 @@ class Live:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta] = asyncio.Queue()
         self._open = set(range(len(requests)))
+        self.ended: list[Finished] = []
 
     @property
     def id(self) -> str:
@@ -102,6 +103,7 @@ class Live:
                 continue
             if delta.finished is not None:
                 self._open.discard(delta.choice)
+                self.ended.append(delta.finished)
                 if delta.finished.reason is FinishReason.ERROR:
                     raise Failed(delta.finished.error or "the engine failed on this request")
                 if delta.finished.reason is FinishReason.ABORT:

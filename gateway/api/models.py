@@ -9,6 +9,7 @@ from litestar import Request, Response, get, post
 from litestar.params import FromPath
 
 from gateway.api.bodies import read_body
+from gateway.api.guard import INFER
 from gateway.api.service import Service, service_of
 from gateway.wire import BodyError, DetokenizeRequest, TokenizeRequest
 from gateway.wire_out import ModelCard, ModelList, Prompt, Tokens
@@ -16,13 +17,13 @@ from gateway.wire_out import ModelCard, ModelList, Prompt, Tokens
 HttpRequest = Request[Any, Any, Any]
 
 
-@get("/v1/models")
+@get("/v1/models", opt=INFER)
 async def list_models(request: HttpRequest) -> Response[bytes]:
     """The one served model: a pair under one name."""
     return as_json(ModelList(data=[_card(service_of(request.app.state))]))
 
 
-@get("/v1/models/{model_id:path}")
+@get("/v1/models/{model_id:path}", opt=INFER)
 async def get_model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
     """That model, or 404."""
     service = service_of(request.app.state)
@@ -30,7 +31,7 @@ async def get_model(request: HttpRequest, model_id: FromPath[str]) -> Response[b
     return as_json(_card(service))
 
 
-@post("/tokenize", status_code=200)
+@post("/tokenize", status_code=200, opt=INFER)
 async def tokenize(request: HttpRequest) -> Response[bytes]:
     """Token ids of a text."""
     service = service_of(request.app.state)
@@ -44,7 +45,7 @@ async def tokenize(request: HttpRequest) -> Response[bytes]:
     return as_json(Tokens(count=len(tokens), max_model_len=engine.max_model_len, tokens=tokens))
 
 
-@post("/detokenize", status_code=200)
+@post("/detokenize", status_code=200, opt=INFER)
 async def detokenize(request: HttpRequest) -> Response[bytes]:
     """The text of token ids."""
     service = service_of(request.app.state)

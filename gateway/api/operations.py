@@ -7,6 +7,7 @@ from typing import Any
 from litestar import Request, Response, get
 
 from gateway.api.errors import ApiError
+from gateway.api.guard import OPEN
 from gateway.api.models import as_json
 from gateway.api.service import service_of
 from gateway.wire_out import Health
@@ -14,13 +15,13 @@ from gateway.wire_out import Health
 HttpRequest = Request[Any, Any, Any]
 
 
-@get("/health")
+@get("/health", opt=OPEN)
 async def health(request: HttpRequest) -> Response[bytes]:
     """Whether the process lives."""
     return as_json(Health(status="ok"))
 
 
-@get("/ready")
+@get("/ready", opt=OPEN)
 async def ready(request: HttpRequest) -> Response[bytes]:
     """Whether a request would be taken now: 503 while loading, draining or full."""
     service = service_of(request.app.state)
@@ -30,7 +31,7 @@ async def ready(request: HttpRequest) -> Response[bytes]:
     raise ApiError(503, f"Not ready: {status}", code=status, headers={"retry-after": "5"})
 
 
-@get("/metrics")
+@get("/metrics", opt=OPEN)
 async def metrics(request: HttpRequest) -> Response[bytes]:
     """Prometheus' text format."""
     service = service_of(request.app.state)

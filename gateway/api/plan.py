@@ -39,11 +39,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a body came from: trace id, path, and when it arrived in Unix seconds."""
+    """Where a body came from: trace id, path, when it arrived in Unix seconds, and whose cached prompts it
+    may reuse."""
 
     id: str
     endpoint: str
     received: float
+    scope: str = ""
 
 
 def plan_completion(
@@ -113,6 +115,7 @@ def requests_for(
             num_topk=max(5, num_logprobs or 0),
             audited=_audited(origin.id, policy.audit_rate),
             constraint=constraint,
+            scope=origin.scope,
         )
         for index, prompt in enumerate(prompts)
         for i in range(n)

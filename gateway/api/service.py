@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.access import Keyring
 from gateway.api.errors import ApiError
+from gateway.api.limits import Pace, Quota, too_many
 from gateway.api.live import Engine, Live
 from gateway.api.plan import Arm, Limits
 from gateway.config import Config
@@ -33,6 +35,7 @@ class Service:
     config: Config
     metrics: Metrics
     model_name: str
+    keys: Keyring = field(default_factory=Keyring)
     recorder: Recorder | None = None
     engine: Engine | None = None
     draining: bool = False
@@ -40,12 +43,16 @@ class Service:
     running: dict[str, Live] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
     policies: dict[str, Policy] = field(init=False)
+    quota: Quota = field(init=False)
+    pace: Pace = field(default_factory=Pace)
     _grammars: Grammars | None = None
     _compiling: threading.Lock = field(default_factory=threading.Lock)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.policies = self.config.policies
+        auth = self.config.auth
+        self.quota = Quota(auth.max_concurrent, auth.tokens_per_minute, self.clock)
 
     @property
     def ready(self) -> bool:
@@ -95,26 +102,32 @@ class Service:
             return True
         return self.recorder is not None and self.recorder.reader().trace(request_id) is not None
 
-    def start(self, live: Live) -> None:
-        """Submit a request; ApiError 429 with Retry-After when the queue is full, 409 when its id runs."""
+    def start(self, live: Live, key: str = "") -> None:
+        """Submit a key's request; ApiError 429 with Retry-After when there is no room, 409 for a taken id."""
         if live.id in self.running:
             raise clash(live.id)
+        engine = self.engine_or_503()
+        wait_s = self.pace.expected_wait_s(engine.num_waiting, engine.num_running)
+        if wait_s > self.config.server.max_wait_s:
+            raise too_many(f"A slot would be free in about {wait_s:.0f} s", wait_s, "expected_wait")
+        self.quota.enter(key)
         self.running[live.id] = live
         try:
             live.start()
-        except QueueFull:
+        except BaseException as error:
             del self.running[live.id]
-            raise ApiError(
-                429, "Too many requests are waiting", code="queue_full", headers={"retry-after": "1"}
-            ) from None
-        except BaseException:
-            del self.running[live.id]
+            self.quota.leave(key, 0)
+            if isinstance(error, QueueFull):
+                raise too_many("Too many requests are waiting", wait_s, "queue_full") from None
             raise
 
-    def end(self, live: Live) -> None:
-        """The request has left: free what it still holds, remember its id."""
+    def end(self, live: Live, key: str = "", num_tokens: int = 0) -> None:
+        """The request has left: free what it still holds, book its tokens, remember its id."""
         live.cancel()
-        self.running.pop(live.id, None)
+        if self.running.pop(live.id, None) is not None:
+            self.quota.leave(key, num_tokens)
+        for finished in live.ended:
+            self.pace.saw(finished.timings)
         self._ended[live.id] = None
         while len(self._ended) > REMEMBERED_IDS:
             self._ended.popitem(last=False)

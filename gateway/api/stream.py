@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from litestar import Response
 from litestar.response.base import ASGIResponse
-from litestar.types import Receive, Send
+from litestar.types import Receive, Scope, Send
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -31,30 +31,42 @@ async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 class EventStream(Response[bytes]):
     """A response of server-sent events, as Litestar's handlers return it; see `_Sender`."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], send_timeout_s: float, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(b"")
-        self._events = events
-        self._send_timeout_s = send_timeout_s
+        self._sender = _Sender(events, send_timeout_s, on_end)
 
     def to_asgi_response(self, *args: Any, **more: Any) -> ASGIResponse:
         """The ASGI application that sends the events."""
-        return _Sender(self._events, self._send_timeout_s)
+        return self._sender
 
 
 class _Sender(ASGIResponse):
     """Sends the events of an async generator. On disconnect, or when one send takes longer than
-    send_timeout_s, the generator is cancelled, so that its `finally` runs at once."""
+    send_timeout_s, the generator is cancelled. on_end is called at the end whatever happens, also where the
+    client left before the generator began (a `finally` inside it would not run then)."""
 
-    __slots__ = ("_events", "_send_timeout_s")
+    __slots__ = ("_events", "_on_end", "_send_timeout_s")
     _should_set_content_length = False
 
-    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], send_timeout_s: float, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
         self._events = events
         self._send_timeout_s = send_timeout_s
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
     async def send_body(self, send: Send, receive: Receive) -> None:
         """Send until the events, the client or its patience end."""
