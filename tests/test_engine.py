@@ -182,6 +182,52 @@ def test_exact_is_large_only_whatever_the_drafter_the_settings_and_the_company(c
     assert expected.text == got.text
 
 
+@pytest.mark.parametrize("chunk", range(1, 82, 4))
+def test_drafts_behind_a_long_prompt_are_verified_together_whatever_the_chunk(chunk: int) -> None:
+    """The large model's first pass has prompt and drafts to read; a chunk must not end among the drafts."""
+    policy = Policy(protect_first=0, threshold=0.0, draft_length=8, lookup=False)
+    request = ask_for(prompt=[i % 5 for i in range(70)], policy=policy, max_tokens=10)
+    e = engine(small=LARGE, prefill_chunk=chunk, max_model_len=128, block_size=128)
+    assert greedy(request.prompt_ids, 10) == decode_one(e, request).tokens
+
+
+class Alternating:
+    """A grammar in which even output positions hold even tokens, odd ones odd; it knows what it was told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def mask(self) -> torch.Tensor:
+        return torch.arange(VOCAB) % 2 == len(self.tokens) % 2
+
+    def advance(self, token: int) -> None:
+        assert token % 2 == len(self.tokens) % 2
+        self.tokens.append(token)
+
+    def rollback(self, num: int) -> None:
+        del self.tokens[len(self.tokens) - num :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("policy", MIXED)
+def test_a_grammar_binds_every_tier_and_rolls_back_with_the_drafts(
+    policy: Policy, temperature: float
+) -> None:
+    matchers: list[Alternating] = []
+
+    def matcher() -> Alternating:
+        matchers.append(Alternating())
+        return matchers[-1]
+
+    request = ask_for(policy=policy, max_tokens=40, temperature=temperature)
+    request = replace(request, constraint=matcher, audited=True)
+    got = decode_one(engine(), request)
+    assert [t % 2 for t in got.tokens] == [i % 2 for i in range(40)]
+    assert matchers[0].tokens == got.tokens
+    if policy.accept is Accept.EXACT and policy.mode is not Mode.SMALL_ONLY:
+        assert got.tokens == decode_one(engine(), with_policy(request, mode=Mode.LARGE_ONLY)).tokens
+
+
 def test_choices_of_one_request_draw_differently_and_seeds_repeat() -> None:
     requests = [ask_for("n", choice=c, temperature=1.0, max_tokens=16) for c in range(3)]
     got, again = decode(engine(), requests), decode(engine(), requests)
