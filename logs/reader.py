@@ -27,7 +27,7 @@ _HEAVY = ("prompt_ids", "prompt_text", "answer_text", "params")
 _JSON = ("policy", "sampling", "params", "stop")
 _ALL_COLUMNS = names("requests")
 _LIST_COLUMNS = tuple(c.name for c in REQUESTS if c.name not in _HEAVY)
-_STEP_COLUMNS = tuple(name for name in names("steps") if name != "trace_no")
+STEP_COLUMNS = tuple(name for name in names("steps") if name != "trace_no")
 _LATEST = 2**63 - 1
 
 
@@ -88,7 +88,7 @@ class Reader:
     ) -> None:
         self._new_cursor = cursor
         self._close = close
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._sync = sync
         self._live_version = live_version
 
@@ -125,15 +125,32 @@ class Reader:
         return [summary(choices) for choices in by_trace(rows)], str(page[-1]) if numbers[limit:] else None
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
-        """One trace's summary: its first choice's columns, totals over choices, every choice; or None."""
+        """One trace's summary: its first choice's columns, totals over choices, every choice, its reviews
+        and scores; or None.
+        """
         rows = self.choices(request_id)
-        return summary(rows) if rows else None
+        if not rows:
+            return None
+        return summary(rows) | {name: self._said(name, request_id) for name in ("reviews", "scores")}
 
     def choices(self, request_id: str) -> list[dict[str, Any]]:
         """The requests rows of a trace, by choice; JSON columns parsed."""
         query = self._cursor()
         rows = self._requests(query, _ALL_COLUMNS, self._numbers(query, request_id))
         return [row for row in rows if row["request_id"] == request_id]
+
+    def _said(self, table: str, request_id: str) -> list[dict[str, Any]]:
+        """The reviews or scores of a trace, oldest first; those columns that are not its id."""
+        if self._live_version is None:
+            return []
+        columns = ", ".join(name for name in names(table) if name != "request_id")
+        found = _table(
+            self._new_cursor(),
+            f"SELECT {columns} FROM {table} WHERE request_id = ? ORDER BY ts",
+            [request_id],
+        )
+        rows: list[dict[str, Any]] = found.to_pylist()
+        return rows
 
     def has(self, request_id: str) -> bool:
         """Whether a trace of that id is on the tape."""
@@ -145,7 +162,7 @@ class Reader:
         choice: int = 0,
         start: int | None = None,
         stop: int | None = None,
-        columns: Sequence[str] = _STEP_COLUMNS,
+        columns: Sequence[str] = STEP_COLUMNS,
     ) -> pa.Table:
         """The rows of a choice in seq order, output positions start <= idx < stop; empty if unknown."""
         query = self._cursor()
@@ -258,10 +275,10 @@ class Reader:
         self, table: str, columns: Sequence[str], segments: Iterable[Segment], live: bool = True
     ) -> str:
         version = self._live_version if live else None
-        return spanning(table, tuple(dict.fromkeys(columns)), segments, self._data_dir, version)
+        return spanning(table, tuple(dict.fromkeys(columns)), segments, self.data_dir, version)
 
     def _segments(self, query: duckdb.DuckDBPyConnection) -> list[Segment]:
-        return found(self._data_dir) if self._live_version is None else listed(query)
+        return found(self.data_dir) if self._live_version is None else listed(query)
 
     def _holding(self, query: duckdb.DuckDBPyConnection, first: int, last: int) -> list[Segment]:
         """The segments that may hold trace numbers first..last."""

@@ -17,10 +17,11 @@ import structlog
 from gateway.core import PassRecord, Settled, Step, Tick
 from gateway.request import Trace
 from logs.batch import Batch, Key, begin
+from logs.feedback import Feedback
 from logs.reader import Reader
 from logs.redact import Redact, RedactionFailed
 from logs.rows import Capture, Decode, Life
-from logs.segments import Segment, adopt
+from logs.segments import Segment, adopt, verify
 from logs.tape import Tape, open_tape
 from logs.upkeep import Keep, Upkeep
 
@@ -92,7 +93,7 @@ class Recorder:
         self.quarantined = tuple(self._tape.quarantined)
         self._connection = self._tape.cursor()
         self._writing = threading.Lock()
-        adopt(self._connection, data_dir)
+        self.adopted = tuple(adopt(self._connection, data_dir))
         self._batch = Batch(capture, decode, redact)
         self._on_flush = on_flush
         self._queue: SimpleQueue[_Admitted | _Ended | _Steps | _Settled | _Barrier] = SimpleQueue()
@@ -180,6 +181,10 @@ class Recorder:
         """A connection of one's own to the open tape, for one thread."""
         return self._tape.cursor()
 
+    def feedback(self) -> Feedback:
+        """Reviews and scores of this tape's traces."""
+        return Feedback(self._tape.cursor, self.reader(), time.time)
+
     def compact(self) -> tuple[list[Segment], list[Segment]]:
         """Move every finished trace to Parquet now, and apply retention: (segments made, dropped)."""
         self.flush()
@@ -196,6 +201,12 @@ class Recorder:
         self._thread.join()
         self._connection.close()
         self._tape.close()
+
+    def recover(self) -> list[Segment]:
+        """Read every segment through and set damaged ones aside; those. Damage to the live file was dealt
+        with on opening: see `quarantined`, `adopted`.
+        """
+        return verify(self.cursor(), self.data_dir)
 
     def _take(self, size: int) -> bool:
         with self._lock:

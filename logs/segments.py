@@ -160,6 +160,21 @@ def adopt(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
     return adopted
 
 
+def verify(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
+    """Read every listed segment through; damaged or missing ones are set aside, loudly, and returned."""
+    damaged: list[Segment] = []
+    for segment in listed(query):
+        try:
+            for table in MOVED_TABLES:
+                path = str(segment.path(data_dir, table))
+                query.execute("SELECT max(hash(t)) FROM read_parquet(?) t", [path]).fetchone()
+        except duckdb.Error as error:
+            _forget(query, segment)
+            _set_aside(segment.path(data_dir, "requests"), data_dir, str(error))
+            damaged.append(segment)
+    return damaged
+
+
 def expire(
     query: duckdb.DuckDBPyConnection,
     data_dir: Path,
@@ -177,10 +192,7 @@ def expire(
         too_much = max_bytes is not None and total > max_bytes
         if not (too_old or too_much):
             continue
-        query.begin()
-        query.execute("DELETE FROM segments WHERE name = ? AND dt = ?", [segment.name, segment.dt])
-        query.execute("DELETE FROM moved WHERE name = ? AND dt = ?", [segment.name, segment.dt])
-        query.commit()
+        _forget(query, segment)
         # Requests first: without that file the others are no segment, should the process die here.
         for table in reversed(MOVED_TABLES):
             segment.path(data_dir, table).unlink(missing_ok=True)
@@ -298,6 +310,13 @@ def _enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -
         "INSERT INTO moved SELECT DISTINCT request_id, trace_no, ?, ? FROM read_parquet(?)",
         [segment.name, segment.dt, str(segment.path(data_dir, "requests"))],
     )
+
+
+def _forget(query: duckdb.DuckDBPyConnection, segment: Segment) -> None:
+    query.begin()
+    for table in ("segments", "moved"):
+        query.execute(f"DELETE FROM {table} WHERE name = ? AND dt = ?", [segment.name, segment.dt])
+    query.commit()
 
 
 def _complete(data_dir: Path) -> list[Path]:

@@ -51,4 +51,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for row in rows
     ]
     totals = {name: sum(row[name] or 0 for row in rows) for name in _TOTALS}
-    return {**first, "num_choices": len(rows), "totals": totals, "choices": choices}
+    return {
+        "id": first["request_id"],
+        **first,
+        "num_choices": len(rows),
+        "totals": totals,
+        "choices": choices,
+    }

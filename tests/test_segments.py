@@ -208,6 +208,20 @@ def test_a_damaged_segment_is_set_aside_and_the_rest_reads(recorder):
     assert len(list((recorder.data_dir / "quarantine").iterdir())) == 3
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_recover_sets_a_damaged_listed_segment_aside(recorder, gone):
+    put(recorder, "a", NOW - 30 * HOUR)
+    put(recorder, "b", NOW - 3 * HOUR)
+    made, _ = upkeep(recorder).run_once()
+    file = made[0].path(recorder.data_dir, "steps")
+    content = file.read_bytes()
+    file.unlink() if gone else file.write_bytes(content[:200] + b"\x00" * 200 + content[400:])
+
+    assert recorder.recover() == [made[0]]
+    assert [row["request_id"] for row in recorder.reader().traces()[0]] == ["b"]
+    assert recorder.recover() == []
+
+
 def test_retention_drops_by_age(recorder):
     for days in (10, 5, 1):
         put(recorder, f"{days} days", NOW - days * 24 * HOUR)
