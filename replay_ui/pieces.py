@@ -31,6 +31,9 @@ def _visible(char: str) -> str:
     if char in _NAMES:
         return symbol(_NAMES[char])
     code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:
+        # A byte that is no part of any character (surrogateescape).
+        return symbol(f"{code - 0xDC00:02X}")
     if code < 0x20:
         return symbol(_CONTROLS[code])
     if unicodedata.category(char) in {"Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"}:
@@ -66,7 +69,7 @@ def plain(shown: str) -> str:
 
 def strip_texts(tokens: Iterable[bytes]) -> list[str]:
     """One marked text a token; a character split over tokens shows its bytes, and itself where it ends."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
     shown = []
     waiting = b""
     for token in tokens:
@@ -75,6 +78,8 @@ def strip_texts(tokens: Iterable[bytes]) -> list[str]:
         head = _continuation(token) if before else b""
         tail = waiting[max(0, len(waiting) - len(token)) :]
         parts = [symbol(head.hex(" ").upper())] if head else []
+        # What was begun before and never went on has been shown already, where it began.
+        text = text[len(before) :] if before and "\udc80" <= text[:1] <= "\udcff" else text
         if text:
             parts.append(visible(text))
         if tail and tail != head:

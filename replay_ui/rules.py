@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from gateway.core import Accept, Mode, Signals
-from gateway.policy import Policy, State, decide, decide_early
+from gateway.policy import Policy, State, decide, decide_early, decide_lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ ORDER = (
     ("draft", frozenset({"draft_full"})),
     ("run", frozenset({"run_limit"})),
     ("loop", frozenset({"loop_guard"})),
+    ("lookup", frozenset({"lookup_hit"})),
     ("score", frozenset({"confident", "low_confidence", "probe"})),
 )
-"""The rules in the order in which policy.decide asks them, with the reasons each can give."""
+"""The rules in the order in which gateway.policy asks them, with the reasons each can give."""
 
 
 def policy_of(summary: Mapping[str, Any]) -> Policy | None:
@@ -79,6 +80,8 @@ def verdict(policy: Policy, row: Mapping[str, Any]) -> Verdict:
     rules = []
     fired = False
     for name, reasons in ORDER:
+        if name == "lookup" and row.get("tier") != "lookup":
+            continue
         if fired:
             rules.append(Rule(name, texts[name], "not reached"))
         elif reason in reasons:
@@ -95,7 +98,7 @@ def _agrees(policy: Policy, row: Mapping[str, Any]) -> bool | None:
     state, signals = state_of(row), signals_of(row)
     if state is None:
         return None
-    anew = decide_early(policy, state)
+    anew = decide_lookup(policy, state) if row["reason"] == "lookup_hit" else decide_early(policy, state)
     if anew is None and signals is not None:
         anew = decide(policy, state, signals)
     if anew is None:
@@ -119,6 +122,7 @@ def _texts(policy: Policy, row: Mapping[str, Any]) -> dict[str, str]:
     idx = row.get("idx") or 0
     budget = policy.large_token_budget
     return {
+        "lookup": "these tokens were followed by this one before",
         "mode": str(policy.mode),
         "protected": f"position {idx} {'<' if idx < policy.protect_first else '≥'} {policy.protect_first}",
         "draft": f"{number('draft_pos')} of {number('draft_limit')} waiting",

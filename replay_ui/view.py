@@ -218,4 +218,11 @@ def what_if_sentence(
         )
     elif flips:
         notes.append("beyond this point the text itself would differ; fork to see it")
+        exact_until = answer.get("exact_until", answer["first_flip"])
+        if exact_until != answer["first_flip"]:
+            until = "to the end" if exact_until is None else f"up to step {exact_until}"
+            notes.append(f"the flips write the same tokens {until}, so the decisions are exact there")
+    unknown = answer.get("unknown") or []
+    if unknown:
+        notes.append(f"undecided where the small model said nothing: {len(unknown)}")
     return said, notes

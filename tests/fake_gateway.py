@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,6 +28,8 @@ class FakeGateway:
         self.key: str | None = None
         self.calls: list[tuple[str, str, Any]] = []
         self.reviews: list[dict[str, Any]] = []
+        self.rollouts = [deepcopy(ROLLOUT)]
+        self.alerts = deepcopy(ALERTS)
 
     def add(
         self, trace_id: str, tokens: list[bytes], policy: Policy | None = None, seed: int = 0, **more: Any
@@ -71,6 +74,23 @@ class FakeGateway:
             return {"count": len(tokens), "max_model_len": 2048, "tokens": tokens}
         if path == "/v1/advisor":
             return ADVICE
+        if path == "/v1/rollouts":
+            return {"data": self.rollouts}
+        if parts[:2] == ["v1", "rollouts"] and method == "POST":
+            self.rollouts[0]["verdict"] = {"abort": "aborted", "promote": "promoted"}[parts[3]]
+            return self.rollouts[0]
+        if path == "/v1/alerts":
+            return self.alerts
+        if path == "/v1/alerts/silences":
+            self.alerts["silences"].append({"id": "s1", "ends_at": NOW + 7200, **body})
+            return self.alerts["silences"][-1]
+        if parts[:3] == ["v1", "alerts", "silences"] and method == "DELETE":
+            self.alerts["silences"].clear()
+            return {}
+        if path == "/v1/webhooks/deliveries":
+            return {"data": DELIVERIES}
+        if path.endswith("/redeliver"):
+            return DELIVERIES[0]
         if path == "/v1/reviews/sample":
             reviewed = {r["id"] for r in self.reviews}
             return {
@@ -245,6 +265,55 @@ ADVICE = {
     "since": NOW - 86400,
     "until": NOW,
 }
+
+
+ROLLOUT = {
+    "name": "looser",
+    "verdict": "progressing",
+    "paused": False,
+    "weight": 0.05,
+    "step": 0,
+    "steps": [0.05, 0.25, 0.5],
+    "units": {"stable": 812, "canary": 43},
+    "canary": {"threshold": 0.4},
+    "evidence": {
+        "agreement": {"against": 6.2, "for": 1.4, "limit": 20.0},
+        "guard_hits": {"against": 0.8, "for": 3.1, "limit": 20.0},
+    },
+    "unproven": ["agreement"],
+    "history": [
+        {"ts": NOW - 900, "event": "started", "weight": 0.05, "reason": "canary of threshold starts"},
+    ],
+}
+
+ALERTS: dict[str, Any] = {
+    "data": [
+        {
+            "name": "QualityDrift",
+            "state": "firing",
+            "since": NOW - 300,
+            "labels": {"alertname": "QualityDrift"},
+            "annotations": {"summary": "agreement fell <b>below</b> the baseline"},
+            "silenced_by": [],
+            "inhibited_by": [],
+        }
+    ],
+    "silences": [],
+    "history": [{"ts": NOW - 5000, "name": "TapeDropping", "state": "resolved", "annotations": {}}],
+}
+
+DELIVERIES = [
+    {
+        "id": "d1",
+        "receiver": "oncall",
+        "subject": "QualityDrift",
+        "state": "failed",
+        "created": NOW - 290,
+        "attempts": 5,
+        "status": 503,
+        "error": None,
+    },
+]
 
 
 def demo(long: bool = False) -> FakeGateway:

@@ -219,10 +219,121 @@ def test_replay_hostile_text_is_inert(opened: Open, fake: FakeGateway) -> None:
     page = html(opened("replay", trace="chatcmpl-hostile", step="0"))
     row, columns = fake.traces["chatcmpl-hostile"]
     steps = Steps.read(columns)
-    cards = [panel.card(policy_of(row), steps, at, panel.token_names(steps, at, {})) for at in range(len(steps))]
+    cards = [
+        panel.card(policy_of(row), steps, at, panel.token_names(steps, at, {})) for at in range(len(steps))
+    ]
     for drawn in (page, *cards):
         assert "<script>alert" not in drawn
         assert "<img" not in drawn
         assert "\x1b" not in drawn
         assert "\u202e" not in drawn
         assert len(drawn) < 60_000
+
+
+def test_compare_opens_where_the_answers_part(opened: Open, fake: FakeGateway) -> None:
+    app = opened("compare", a="chatcmpl-8f2c", b="chatcmpl-other")
+    assert not app.exception
+    page = html(app)
+    assert "They part at step 60" in page
+    assert page.count("step 60") >= 2
+    assert "<td>threshold</td><td>0.5</td><td>0.3</td>" in page
+    app.button(key="c_forward").click().run()
+    assert app.session_state["c_step"] == 61
+    app.button(key="c_to").click().run()
+    assert app.session_state["c_step"] == 60
+
+
+def test_compare_of_equal_answers_says_so(opened: Open) -> None:
+    page = html(opened("compare", a="chatcmpl-8f2c", b="chatcmpl-8f2c"))
+    assert "The answers are the same, token for token." in page
+    assert "Policy, models and seed are the same." in page
+
+
+def test_compare_asks_which_two(opened: Open) -> None:
+    app = opened("compare")
+    app.selectbox(key="c_a").select("chatcmpl-8f2c").run()
+    app.selectbox(key="c_b").select("chatcmpl-other").run()
+    assert app.query_params["b"] == "chatcmpl-other"
+
+
+def test_advisor_slider_reads_both_axes(opened: Open) -> None:
+    app = opened("advisor")
+    app.slider(key="a_threshold").set_value(0.75).run()
+    page = html(app)
+    # 0.95 - 0.04 * 15 and 0.9 + 0.005 * 15
+    assert "<b>35 %</b>" in page
+    assert "<b>0.9750</b>" in page
+    assert "From 1,204 labels" in page
+
+
+def test_live_shows_what_the_metrics_say(opened: Open) -> None:
+    page = html(opened("live"))
+    for tile in ("<small>running</small><b>2</b>", "<small>tape queue</small><b>12 rows</b>", "<b>41 %</b>"):
+        assert tile in page
+    assert "agreement" in page
+
+
+def test_reviews_hide_the_arm_until_the_verdict(opened: Open, fake: FakeGateway) -> None:
+    app = opened("reviews")
+    assert "stable" not in html(app)
+    assert "canary" not in html(app)
+    assert app.caption == []
+    app.text_input(key="v_note").input("well done")
+    app.button(key="v_good").click().run()
+    assert fake.reviews[0]["verdict"] == "good"
+    assert fake.reviews[0]["note"] == "well done"
+    assert "you said good" in app.caption[0].value
+
+
+def test_reviews_end_with_the_draw(opened: Open, fake: FakeGateway) -> None:
+    for name in list(fake.traces)[1:]:
+        fake.traces.pop(name)
+    app = opened("reviews")
+    app.button(key="v_bad").click().run()
+    assert "That is all" in app.success[0].value
+
+
+def test_rollout_verdict_is_in_words_and_buttons_ask_once(opened: Open, fake: FakeGateway) -> None:
+    app = opened("rollouts")
+    page = html(app)
+    assert "is on its way" in page
+    assert "6.20 / 20" in page
+    assert "threshold 0.4" in page
+    app.button(key="o_abort").click().run()
+    assert fake.rollouts[0]["verdict"] == "aborted"
+    assert "was aborted by hand" in html(app)
+
+
+def test_alerts_are_silenced_with_a_name_and_a_reason(opened: Open, fake: FakeGateway) -> None:
+    app = opened("alerts")
+    page = html(app)
+    assert "QualityDrift" in page
+    assert "<b>below</b>" not in page
+    assert "failed after 5 attempts (503 )" in page
+    assert app.button(key="n_silence").disabled
+    app.text_input(key="n_author").input("ops")
+    app.text_input(key="n_comment").input("known").run()
+    app.button(key="n_silence").click().run()
+    sent = next(body for method, target, body in fake.calls if target == "/v1/alerts/silences")
+    assert sent["matchers"] == {"alertname": "QualityDrift"}
+    assert sent["duration_s"] == 7200
+    app.button(key="n_end_s1").click().run()
+    assert fake.alerts["silences"] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "path"),
+    [
+        ("advisor", "/v1/advisor"),
+        ("reviews", "/v1/reviews"),
+        ("rollouts", "/v1/rollouts"),
+        ("alerts", "/v1/alerts"),
+    ],
+)
+def test_a_page_the_gateway_does_not_serve_says_so(
+    opened: Open, fake: FakeGateway, page: str, path: str
+) -> None:
+    fake.missing = (path,)
+    app = opened(page)
+    assert not app.exception
+    assert "This gateway has no" in app.warning[0].value

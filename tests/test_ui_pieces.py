@@ -28,6 +28,11 @@ def test_a_character_split_over_tokens_shows_its_bytes_and_itself_where_it_ends(
     assert strip_texts([raw[:1], raw[1:2], raw[2:]]) == [symbol("E4"), symbol("BD"), symbol("A0") + "你"]
 
 
+def test_a_byte_that_is_no_text_is_shown_in_hex() -> None:
+    assert strip_texts([b"\xff"]) == [symbol("FF")]
+    assert strip_texts([b"\xe4", b"a"]) == [symbol("E4"), "a"]
+
+
 def test_a_long_token_is_cut_and_counted() -> None:
     drawn = plain(visible("x" * 100_000))
     assert len(drawn) < 200

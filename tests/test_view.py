@@ -112,3 +112,10 @@ def test_what_if_without_flips() -> None:
     said, notes = view.what_if_sentence({"first_flip": None, "flips": []}, ["keep", "defer"], exact=False)
     assert said.endswith("no decision flips")
     assert notes == []
+
+
+def test_what_if_says_how_far_the_decisions_are_exact() -> None:
+    answer = {"first_flip": 3, "flips": [3, 9], "exact_until": 9, "unknown": [1]}
+    _, notes = view.what_if_sentence(answer, ["keep"], exact=False)
+    assert "up to step 9" in notes[1]
+    assert notes[2] == "undecided where the small model said nothing: 1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from time import time
 from typing import Any
 from urllib.parse import quote
 
@@ -19,17 +18,19 @@ def page() -> None:
     """The page."""
     answer = gateway().json("GET", "/v1/alerts")
     alerts = listed(answer, "alerts")
-    silences = listed(answer, "silences") if isinstance(answer, dict) else []
     firing = [a for a in alerts if a.get("state") == "firing"]
-    rest = [a for a in alerts if a.get("state") != "firing"]
+    others = [a for a in alerts if a.get("state") == "pending"]
     if firing:
         st.html(table("firing", firing))
         silence(firing)
     else:
         st.success("Nothing fires.")
-    if rest:
-        st.html(table("history", rest))
-    silenced(silences)
+    if others:
+        st.html(table("about to fire", others))
+    silenced(answer.get("silences") or [])
+    history = answer.get("history") or []
+    if history:
+        st.html(table("history", [{**h, "since": h.get("ts")} for h in history]))
     deliveries()
 
 
@@ -52,15 +53,11 @@ def silence(firing: Sequence[Mapping[str, Any]]) -> None:
     with st.popover("Silence", icon=":material/notifications_off:"):
         name = st.selectbox("alert", sorted({str(a["name"]) for a in firing}), key="n_name")
         hours = st.number_input("for hours", 0.5, 168.0, 2.0, key="n_hours")
+        author = st.text_input("who", key="n_author")
         comment = st.text_input("why", key="n_comment")
-        if st.button("Silence it", key="n_silence", disabled=not comment):
-            body = {
-                "matchers": {"alertname": name},
-                "ends_at": time() + hours * 3600,
-                "comment": comment,
-                "author": "ui",
-            }
-            act("POST", "/v1/alerts/silences", body)
+        if st.button("Silence it", key="n_silence", disabled=not (author and comment)):
+            said = {"author": author, "comment": comment, "duration_s": hours * 3600}
+            act("POST", "/v1/alerts/silences", {"matchers": {"alertname": name}, **said})
 
 
 def silenced(silences: Sequence[Mapping[str, Any]]) -> None:
@@ -91,11 +88,19 @@ def deliveries() -> None:
         return
     for d in rows[:30]:
         with st.container(horizontal=True, vertical_alignment="center"):
-            state = d.get("state") or d.get("outcome") or d.get("status")
-            when = view.clock(d.get("ts") or d.get("created"), zone())
-            st.write(plain(f"{when} {d.get('receiver')}: {state}"))
-            if st.button("Send again", key=f"n_again_{d['id']}"):
+            st.html(delivery(d))
+            if d.get("state") != "delivered" and st.button("Send again", key=f"n_again_{d['id']}"):
                 act("POST", f"/v1/webhooks/deliveries/{quote(str(d['id']), safe='')}/redeliver", None)
+
+
+def delivery(d: Mapping[str, Any]) -> str:
+    """One delivery as a line: when, to whom, about what, how it went."""
+    tries = d.get("attempts") or 0
+    how = f"{d.get('state')} after {tries} attempt{'s' * (tries != 1)}"
+    if d.get("status") or d.get("error"):
+        how += f" ({d.get('status') or ''} {d.get('error') or ''})"
+    said = " · ".join(view.inert(str(part), 200) for part in (d.get("receiver"), d.get("subject"), how))
+    return f"{view.when(d.get('created'), zone())} {said}"
 
 
 def act(method: str, path: str, body: Any) -> None:

@@ -46,16 +46,26 @@ def draw(r: Mapping[str, Any]) -> None:
     verdict = str(r.get("verdict"))
     units = r.get("units") or {}
     paused = " It is paused." if r.get("paused") else ""
+    step = str(int(r.get("step") or 0) + 1)
+    if r.get("steps"):
+        step += f" of {len(r['steps'])}"
     st.html(
         f'<div class="tt-head"><b>{view.inert(str(r["name"]), 60)}</b>'
         f"<span>{escape(WORDS.get(verdict, verdict))}.{paused}</span></div>"
         '<div class="tt-tiles">'
         f"{view.tile('weight of the canary', view.share(r.get('weight')))}"
-        f"{view.tile('step', escape(str(r.get('step', view.DASH))))}"
+        f"{view.tile('step', escape(step))}"
         f"{view.tile('units, stable', str(units.get('stable', 0)))}"
         f"{view.tile('units, canary', str(units.get('canary', 0)))}</div>"
     )
+    canary = r.get("canary") or {}
+    if canary:
+        changed = ", ".join(f"{name} {value}" for name, value in canary.items())
+        st.html(view.dim(f"the canary has {view.inert(changed, 300)}"))
     st.html(evidence(r.get("evidence") or {}))
+    unproven = r.get("unproven") or []
+    if unproven and verdict not in ENDED:
+        st.html(view.dim(f"not yet proven harmless: {view.inert(', '.join(map(str, unproven)), 300)}"))
     if verdict not in ENDED:
         buttons(str(r["name"]), bool(r.get("paused")))
     past = r.get("history") or []
