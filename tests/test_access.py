@@ -10,6 +10,7 @@ from serving import FakeGateway, fake_gateway
 
 from gateway.access import Key, Keyring, Scope, check_bind, digest_of, load_keys, new_key
 from gateway.api.http import HANDLERS
+from gateway.api.route import ROUTE
 from gateway.cli import main
 from gateway.config import ConfigError
 
@@ -62,7 +63,7 @@ def test_probes_and_metrics_need_no_key(gateway: FakeGateway) -> None:
 
 
 def test_every_route_says_its_scope() -> None:
-    assert [handler.fn.__name__ for handler in HANDLERS if "scope" not in handler.opt] == []
+    assert [handler.fn.__name__ for handler in HANDLERS if ROUTE not in handler.opt] == []
 
 
 def test_the_openai_client_sends_the_key(gateway: FakeGateway) -> None:

@@ -1,4 +1,4 @@
-"""Who may call a route: its scope is in the handler's `opt`; a handler without one is for admins."""
+"""Who may call a route: keys with its scope."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import Any
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
 
-from gateway.access import Key, Scope
+from gateway.access import Key
 from gateway.api.errors import ApiError
+from gateway.api.route import route_of
 from gateway.api.service import service_of
-
-OPEN: dict[str, Any] = {"scope": None}
-INFER: dict[str, Any] = {"scope": Scope.INFER}
-READ: dict[str, Any] = {"scope": Scope.READ}
-ADMIN: dict[str, Any] = {"scope": Scope.ADMIN}
 
 
 def check_key(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
     """ApiError 401 without a valid key, 403 where the key lacks the route's scope."""
     keys = service_of(connection.app.state).keys
-    scope = handler.opt.get("scope", Scope.ADMIN)
+    scope = route_of(dict(handler.opt)).scope
     if not keys or scope is None:
         return
     key = keys.find(_secret(connection))

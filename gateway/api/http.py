@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from litestar import Litestar
 from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.types import ASGIApp
 
-from gateway.api import inference, models, operations, replays, traces
+from gateway.api import inference, models, openapi, operations, replays, traces
 from gateway.api.errors import on_exception
 from gateway.api.front import Front
 from gateway.api.guard import check_key
@@ -28,6 +29,8 @@ HANDLERS = (
     traces.get_steps,
     replays.replay_all,
     replays.replay_one,
+    openapi.openapi_json,
+    openapi.docs,
 )
 
 
@@ -39,7 +42,7 @@ def build_http(service: Service) -> ASGIApp:
         exception_handlers={Exception: on_exception},
         guards=[check_key],
         cors_config=CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None,
-        state=State({"service": service}),
+        state=State({"service": service, "openapi": msgspec.json.encode(openapi.document(HANDLERS))}),
         openapi_config=None,
         logging_config=None,
         request_max_body_size=int(server.max_body_mib * 2**20),

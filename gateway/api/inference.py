@@ -10,27 +10,36 @@ import msgspec
 import structlog
 from litestar import Request, Response, post
 
+from gateway.access import Scope
 from gateway.api.bodies import read_body
 from gateway.api.chat import ChatForm
 from gateway.api.completion import CompletionForm
 from gateway.api.errors import ApiError, as_api_error
 from gateway.api.form import Form
-from gateway.api.guard import INFER, caller
+from gateway.api.guard import caller
 from gateway.api.live import Cancelled, Failed, Live, TooLate
 from gateway.api.plan import Origin, plan_completion
 from gateway.api.plan_chat import plan_chat
+from gateway.api.route import Route
 from gateway.api.service import Service, clash, service_of
 from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from gateway.api.tools import constraint_of
 from gateway.wire import CompletionRequest, DecodingRequest
 from gateway.wire_chat import ChatRequest
+from gateway.wire_out import ChatCompletion, Completion
+
+EVENTS = "text/event-stream"
 
 log = structlog.get_logger("gateway")
 
 HttpRequest = Request[Any, Any, Any]
 
 
-@post("/v1/completions", status_code=200, opt=INFER)
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt=Route(Scope.INFER, body=CompletionRequest, returns=Completion, also={EVENTS: None}, infers=True).opt,
+)
 async def completions(request: HttpRequest) -> Response[bytes]:
     """Complete one or several prompts."""
     service = service_of(request.app.state)
@@ -45,7 +54,11 @@ async def completions(request: HttpRequest) -> Response[bytes]:
     return await _serve(request, service, Live(engine, requests), form, body)
 
 
-@post("/v1/chat/completions", status_code=200, opt=INFER)
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt=Route(Scope.INFER, body=ChatRequest, returns=ChatCompletion, also={EVENTS: None}, infers=True).opt,
+)
 async def chat_completions(request: HttpRequest) -> Response[bytes]:
     """Answer a chat."""
     service = service_of(request.app.state)

@@ -8,8 +8,9 @@ import msgspec
 from litestar import Request, Response, get, post
 from litestar.params import FromPath
 
+from gateway.access import Scope
 from gateway.api.bodies import read_body
-from gateway.api.guard import INFER
+from gateway.api.route import Route
 from gateway.api.service import Service, service_of
 from gateway.wire import BodyError, DetokenizeRequest, TokenizeRequest
 from gateway.wire_out import ModelCard, ModelList, Prompt, Tokens
@@ -17,13 +18,13 @@ from gateway.wire_out import ModelCard, ModelList, Prompt, Tokens
 HttpRequest = Request[Any, Any, Any]
 
 
-@get("/v1/models", opt=INFER)
+@get("/v1/models", opt=Route(Scope.INFER, returns=ModelList).opt)
 async def list_models(request: HttpRequest) -> Response[bytes]:
     """The one served model: a pair under one name."""
     return as_json(ModelList(data=[_card(service_of(request.app.state))]))
 
 
-@get("/v1/models/{model_id:path}", opt=INFER)
+@get("/v1/models/{model_id:path}", opt=Route(Scope.INFER, returns=ModelCard).opt)
 async def get_model(request: HttpRequest, model_id: FromPath[str]) -> Response[bytes]:
     """That model, or 404."""
     service = service_of(request.app.state)
@@ -31,7 +32,7 @@ async def get_model(request: HttpRequest, model_id: FromPath[str]) -> Response[b
     return as_json(_card(service))
 
 
-@post("/tokenize", status_code=200, opt=INFER)
+@post("/tokenize", status_code=200, opt=Route(Scope.INFER, body=TokenizeRequest, returns=Tokens).opt)
 async def tokenize(request: HttpRequest) -> Response[bytes]:
     """Token ids of a text."""
     service = service_of(request.app.state)
@@ -45,7 +46,7 @@ async def tokenize(request: HttpRequest) -> Response[bytes]:
     return as_json(Tokens(count=len(tokens), max_model_len=engine.max_model_len, tokens=tokens))
 
 
-@post("/detokenize", status_code=200, opt=INFER)
+@post("/detokenize", status_code=200, opt=Route(Scope.INFER, body=DetokenizeRequest, returns=Prompt).opt)
 async def detokenize(request: HttpRequest) -> Response[bytes]:
     """The text of token ids."""
     service = service_of(request.app.state)

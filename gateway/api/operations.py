@@ -7,21 +7,21 @@ from typing import Any
 from litestar import Request, Response, get
 
 from gateway.api.errors import ApiError
-from gateway.api.guard import OPEN
 from gateway.api.models import as_json
+from gateway.api.route import Route
 from gateway.api.service import service_of
 from gateway.wire_out import Health
 
 HttpRequest = Request[Any, Any, Any]
 
 
-@get("/health", opt=OPEN)
+@get("/health", opt=Route(None, returns=Health).opt)
 async def health(request: HttpRequest) -> Response[bytes]:
     """Whether the process lives."""
     return as_json(Health(status="ok"))
 
 
-@get("/ready", opt=OPEN)
+@get("/ready", opt=Route(None, returns=Health).opt)
 async def ready(request: HttpRequest) -> Response[bytes]:
     """Whether a request would be taken now: 503 while loading, draining or full."""
     service = service_of(request.app.state)
@@ -31,7 +31,7 @@ async def ready(request: HttpRequest) -> Response[bytes]:
     raise ApiError(503, f"Not ready: {status}", code=status, headers={"retry-after": "5"})
 
 
-@get("/metrics", opt=OPEN)
+@get("/metrics", opt=Route(None, also={"text/plain": None}).opt)
 async def metrics(request: HttpRequest) -> Response[bytes]:
     """Prometheus' text format."""
     service = service_of(request.app.state)

@@ -8,24 +8,25 @@ from typing import Any
 from litestar import Request, Response, get
 from litestar.params import FromPath
 
+from gateway.access import Scope
 from gateway.api.errors import ApiError
-from gateway.api.guard import READ
 from gateway.api.models import as_json
+from gateway.api.route import Route
 from gateway.api.service import service_of
 from gateway.api.traces import reader_of
-from gateway.replay_report import replay_tape, replay_trace
+from gateway.replay_report import ReplayReport, replay_tape, replay_trace
 
 HttpRequest = Request[Any, Any, Any]
 
 
-@get("/v1/replay", opt=READ)
+@get("/v1/replay", opt=Route(Scope.READ, returns=ReplayReport).opt)
 async def replay_all(request: HttpRequest) -> Response[bytes]:
     """Recompute every decision on the tape."""
     reader = reader_of(service_of(request.app.state))
     return as_json(await asyncio.to_thread(replay_tape, reader))
 
 
-@get("/v1/traces/{trace_id:str}/replay", opt=READ)
+@get("/v1/traces/{trace_id:str}/replay", opt=Route(Scope.READ, returns=ReplayReport).opt)
 async def replay_one(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """Recompute every decision of one trace."""
     reader = reader_of(service_of(request.app.state))

@@ -10,10 +10,11 @@ import pyarrow as pa
 from litestar import Request, Response, get
 from litestar.params import FromPath
 
+from gateway.access import Scope
 from gateway.api.bodies import read_query
 from gateway.api.errors import ApiError
-from gateway.api.guard import READ
 from gateway.api.models import as_json
+from gateway.api.route import Route
 from gateway.api.service import Service, service_of
 from gateway.wire import StepsQuery, TraceQuery
 from gateway.wire_out import Columns, TraceList
@@ -25,7 +26,7 @@ SETTLE_S = 2.0
 ARROW = "application/vnd.apache.arrow.stream"
 
 
-@get("/v1/traces", opt=READ)
+@get("/v1/traces", opt=Route(Scope.READ, query=TraceQuery, returns=TraceList).opt)
 async def list_traces(request: HttpRequest) -> Response[bytes]:
     """A page of summaries, newest first."""
     query = read_query(request, TraceQuery)
@@ -46,13 +47,16 @@ async def list_traces(request: HttpRequest) -> Response[bytes]:
     return as_json(TraceList(data=data, next_cursor=next_cursor))
 
 
-@get("/v1/traces/{trace_id:str}", opt=READ)
+@get("/v1/traces/{trace_id:str}", opt=Route(Scope.READ, returns=dict[str, Any]).opt)
 async def get_trace(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """One summary."""
     return as_json(await summary(service_of(request.app.state), trace_id))
 
 
-@get("/v1/traces/{trace_id:str}/steps", opt=READ)
+@get(
+    "/v1/traces/{trace_id:str}/steps",
+    opt=Route(Scope.READ, query=StepsQuery, returns=Columns, also={ARROW: None}).opt,
+)
 async def get_steps(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """The steps of one choice at output positions from <= idx < to: columns, or an Arrow stream."""
     query = read_query(request, StepsQuery)
