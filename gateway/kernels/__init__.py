@@ -1,6 +1,7 @@
 """CPU kernels: int8 linear layers, attention over the slot cache, and a whole decoder forward.
 
-Compiled once at first use with the machine's compiler (build.py); `available()` says whether they can be used.
+Compiled once at first use with the machine's compiler (build.py); `available()` says whether they can be
+used.
 The fastest of four paths (amx, vnni, avx2, portable) is chosen by the processor; all give the same bits.
 """
 
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def available() -> bool:
-    """Whether the kernels are built and loaded, compiling them on the first call (about 15 s, then cached)."""
+    """Whether the kernels are built and loaded, compiling them on the first call (15-30 s, cached)."""
     return load()
 
 

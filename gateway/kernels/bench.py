@@ -7,10 +7,11 @@ best of them counts, because other programs share the machine.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def random_decoder(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.float
     return Loaded(decoder, sizes, k_cache, v_cache, sum(p.num_bytes for p in all_packed))
 
 
-def best_ms(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def best_ms(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """The least time of each call over interleaved repeats, in milliseconds."""
     best = dict.fromkeys(calls, float("inf"))
     for repeat in range(repeats + 1):
@@ -184,7 +185,7 @@ def measure(shapes: list[str], repeats: int, compare: bool) -> dict[str, object]
     stream = float(str(found["stream_gb_s"]))
     for name in shapes:
         loaded = random_decoder(SHAPES[name])
-        calls = {str(rows): (lambda rows=rows: loaded.step(rows)) for rows in ROWS}
+        calls = {str(rows): functools.partial(loaded.step, rows) for rows in ROWS}
         ms = best_ms(calls, repeats)
         floor = loaded.num_bytes / stream / 1e6
         row: dict[str, object] = {"weight_mb": loaded.num_bytes / 1e6, "floor_ms": floor, "ms": ms}

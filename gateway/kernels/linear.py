@@ -1,4 +1,4 @@
-"""int8 linear layers: weights in groups of 128 with bfloat16 scales, activations quantized per row and group."""
+"""int8 linear layers: weights in groups of 128, activations quantized per row and group on the fly."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class Decoder : public torch::CustomClassHolder {
     p.k_cache = k.data(), p.v_cache = v.data();
     const int64_t longest = read_cache(p, rows, positions, block_table, k_cache[0], m.kv_heads, m.head_dim);
     TORCH_CHECK(longest <= m.max_position, "position ", longest - 1, " is past the rotary table");
-    Tensor logits = at::empty({p.num_wanted, m.vocab}, at::kFloat), entropy = at::empty({p.num_wanted}, at::kFloat);
+    Tensor logits = logits_room(p.num_wanted), entropy = at::empty({p.num_wanted}, at::kFloat);
     p.logits = logits.data_ptr<float>(), p.attn_entropy = entropy.data_ptr<float>();
     Scratch s = room(std::max(p.num_tokens, p.num_wanted), longest);
     on_team(path(), kPhasesPerLayer * m.num_layers + 3, [&](const Kernels& kernels, Worker me) {
@@ -301,7 +301,17 @@ class Decoder : public torch::CustomClassHolder {
   }
 
  private:
-  static constexpr size_t kPerLayer = 16;
+  static constexpr size_t kPerLayer = 16, kLogitsKept = 3;
+
+  // Tens of megabytes that the system would have to map and clear anew at every pass: a buffer is used
+  // again once no tensor outside refers to it.
+  Tensor logits_room(int64_t rows) {
+    for (Tensor& buffer : logits_)
+      if (buffer.size(0) >= rows && buffer.storage().use_count() == 1) return buffer.narrow(0, 0, rows);
+    if (logits_.size() >= kLogitsKept) logits_.erase(logits_.begin());
+    logits_.push_back(at::empty({rows, model_.vocab}, at::kFloat));
+    return logits_.back().narrow(0, 0, rows);
+  }
 
   Scratch room(int64_t tokens, int64_t longest) {
     const Model& m = model_;
@@ -321,7 +331,7 @@ class Decoder : public torch::CustomClassHolder {
             entropy_.data_ptr<float>(), scores, quantized_.view(tokens_, groups)};
   }
 
-  std::vector<Tensor> shared_, tensors_;
+  std::vector<Tensor> shared_, tensors_, logits_;
   std::vector<Layer> layers_;
   Model model_{};
   std::mutex mutex_;
