@@ -128,10 +128,10 @@ def estimate(plan: Plan, stable_agreement: Sequence[float] = (), seed: int = 0) 
     measured = len(stable_agreement) >= 50
     stable_per_block = max(1, min(4, round(1 / plan.steps[0]) - 1))
 
+    pool = 1.0 - np.asarray(stable_agreement) if measured else rng.beta(0.64, 7.36, 4096)
+
     def draw(*shape: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        if measured:
-            return 1.0 - rng.choice(np.asarray(stable_agreement, dtype=np.float64), shape)
-        return rng.beta(0.64, 7.36, shape)
+        return np.asarray(pool[rng.integers(0, len(pool), shape)], dtype=np.float64)
 
     def loss(disagreement: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return np.asarray(np.minimum(disagreement, CLIP) / CLIP)

@@ -194,10 +194,10 @@ def units_until(
 
     Runs that never get there say blocks + 1.
     """
-    blocks, runs = differences.shape
-    process = EProcess(side, margin, (runs,))
-    first = np.full(runs, blocks + 1)
-    for t in range(blocks):
-        process.update(differences[t])
-        first[(first > blocks) & (weight * process.values >= 1 / alpha)] = t + 1
+    blocks, _ = differences.shape
+    stakes = EProcess(side, margin)._stakes
+    log_wealth = np.log1p(stakes[:, None, None] * (differences - margin)).cumsum(axis=1)
+    values = np.exp(np.minimum(log_wealth, _MOST_LOG_WEALTH)).mean(axis=0)
+    passed = weight * values >= 1 / alpha
+    first: npt.NDArray[np.int64] = np.where(passed.any(axis=0), passed.argmax(axis=0) + 1, blocks + 1)
     return first

@@ -257,7 +257,7 @@ def test_a_crash_between_deciding_and_telling_tells_afterwards_once(house: House
 
 
 def test_a_good_canary_is_promoted_and_stays_after_a_restart(house: House) -> None:
-    house.service.start_rollout({**ROLLOUT, "canary": {"threshold": 0.4}})
+    house.service.start_rollout({**ROLLOUT, "canary": {"threshold": 0.4}, "alpha": 0.3})
     house.serve(1600, same, until_verdict=True)
     assert house.service.rollout("cheap")["verdict"] == "promoted"
     assert house.service.stable == Policy(threshold=0.4)
@@ -272,7 +272,7 @@ def test_a_good_canary_is_promoted_and_stays_after_a_restart(house: House) -> No
 
 def test_aa_raises_nothing_but_the_promotion(house: House) -> None:
     house.service.start_rollout({**ROLLOUT, "canary": {}})
-    house.serve(800, same, user=lambda i: f"u{i % 500}" if i % 3 else None)
+    house.serve(400, same, user=lambda i: f"u{i % 500}" if i % 3 else None)
     house.deliver()
     assert {name for name, _ in house.told()} <= {"CanaryPromoted"}
     assert house.service.rollout("cheap")["verdict"] in ("progressing", "promoted")
@@ -293,7 +293,7 @@ def test_a_restart_keeps_everything_as_it_was(house: House) -> None:
 def test_the_gate_vetoes(tmp_path: Path) -> None:
     house = House(tmp_path, gate="ops")
     house.fail = [403]
-    house.service.start_rollout({**ROLLOUT, "canary": {"threshold": 0.4}})
+    house.service.start_rollout({**ROLLOUT, "canary": {"threshold": 0.4}, "alpha": 0.3})
     house.serve(1600, same, until_verdict=True)
     rollout = house.service.rollout("cheap")
     assert (rollout["verdict"], rollout["paused"]) == ("inconclusive", True)
@@ -601,9 +601,11 @@ def test_on_tiny_a_canary_that_trusts_everything_is_rolled_back(
     house.clock.step = 0.0
     house.fail = [500, 500]
     served = Tiny(tiny_pair, house)
-    house.service.start_rollout(ROLLOUT)
+    house.service.start_rollout(
+        {**ROLLOUT, "canary": {"accept": "trust", "threshold": 0.0, "protect_first": 0}}
+    )
     for _ in range(12):
-        served.serve(25, tokens=16)
+        served.serve(25, tokens=10)
         house.clock.now += 5
         house.deliver()
         if house.service.rollout("cheap")["verdict"] == "rolled_back":
