@@ -56,9 +56,10 @@ def test_what_the_large_model_could_not_have_drawn_never_stands(rule: Accept) ->
     assert not accepts(Policy(accept=rule), X, reading(0.5, allowed=False))
 
 
-def test_trust_does_not_verify() -> None:
-    with pytest.raises(ValueError, match="trust"):
-        accepts(Policy(accept=Accept.TRUST), X, reading(0.5))
+def test_trust_holds_what_it_is_asked_about_to_the_large_models_own_token() -> None:
+    """Kept tokens are never asked about; looked-up ones are."""
+    assert not accepts(Policy(accept=Accept.TRUST), X, reading(0.59))
+    assert accepts(Policy(accept=Accept.TRUST), Y, reading(0.59))
 
 
 @pytest.mark.parametrize(("drafts", "num"), [((Y, Y, Y), 3), ((Y, X, Y), 1), ((X, Y, Y), 0), ((), 0)])

@@ -509,6 +509,11 @@ def test_a_repeated_request_is_prefilled_from_kept_keys_and_drafted_from_the_ear
     assert again.finished.counts.lookup_tokens > 0
     assert again.finished.counts.large_passes < first.finished.counts.large_passes
 
+    # The small model never read a large-only answer: there is nothing of its own to copy.
+    other = ask_for("large only", [6 - i % 6 for i in range(60)], policy=Policy(mode=Mode.LARGE_ONLY))
+    unread = decode_one(e, other)
+    assert decode_one(e, replace(other, id="routed", policy=request.policy)).tokens == unread.tokens
+
     large.feeds.clear()
     stranger = decode_one(e, replace(request, id="stranger", scope="another key"))
     assert stranger.tokens == first.tokens

@@ -166,7 +166,7 @@ def routes(answer: Answer) -> list[tuple[object, ...]]:
 
 
 def test_lossy_tokens_and_routes_do_not_depend_on_neighbours(tiny_pair: TinyPair) -> None:
-    requests = neighbours(16)
+    requests = neighbours(10)
     together = decode(tiny_pair.engine(), requests)
     for request in requests:
         assert routes(decode_one(tiny_pair.engine(), request)) == routes(together[request.id, 0])

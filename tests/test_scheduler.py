@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core import Tier
@@ -113,6 +113,7 @@ def test_every_plan_keeps_the_rules(rows: list[Waiting], chunk: int, wait: float
 
 
 @given(rows_of_any_kind, st.integers(1, 600), st.floats(0, 0.1), st.data())
+@settings(max_examples=30, deadline=None)
 def test_every_row_gets_its_turn(rows: list[Waiting], chunk: int, wait: float, data: st.DataObject) -> None:
     """Whatever tier rows turn to after each pass, every row runs within a bounded number of passes."""
     scheduler, now = Scheduler(wait, chunk), 3.0
