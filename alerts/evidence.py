@@ -157,6 +157,13 @@ class Evidence:
         """Combined e-CUSUM against the canary."""
         return 1 + sum(c.metric.weight * (c.drift - 1) for c in self.comparisons.values())
 
+    @property
+    def drifts(self) -> dict[str, float]:
+        """The e-CUSUM of each metric; task scores, whose names are free, are one entry: `scores`."""
+        named = {name: c.drift for name, c in self.comparisons.items() if not name.startswith("score:")}
+        scored = [c.drift for name, c in self.comparisons.items() if name.startswith("score:")]
+        return {**named, "scores": max(scored)} if scored else named
+
     def harmful(self, min_units: int) -> list[str]:
         """The metrics that speak against the canary, strongest first, if together they suffice; else []."""
 

@@ -94,7 +94,9 @@ class Monitor:
         self._dirty = False
         self._next_save = 0.0
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+        self._published: dict[Key, float] = {}
         self._load()
+        self._publish()
 
     # --- the observer: on the engine's thread, never waits ---
 
@@ -216,6 +218,7 @@ class Monitor:
                 self.settle(self.canaries.act(lambda r: r.pass_gate(approved, now, why)), now)
 
     def _findings(self, now: float) -> list[Finding]:
+        self._publish()
         samples = {**self._samples(), **self.samples()}
         found = [rule.look(samples, now) for rule in self._rules]
         rollout = self.canaries.current
@@ -251,28 +254,22 @@ class Monitor:
         self._dirty = True
 
     def samples(self) -> dict[Key, float]:
-        """Own metrics as series: canary_weight, drift_evidence{metric}, alert_deliveries_total{outcome}."""
-        rollout = self.canaries.current
-        weight = rollout.weight if rollout is not None and rollout.active else 0.0
-        own: dict[Key, float] = {(CANARY_WEIGHT, ()): weight}
-        for name, evidence in self.evidence().items():
-            own[DRIFT_EVIDENCE, (("metric", name),)] = evidence
+        """Own metrics as series: canary_weight, drift_evidence{metric}, alert_deliveries_total{outcome}.
+
+        As of the last look, so that a scrape never waits; any thread.
+        """
+        own = dict(self._published)
         for outcome in ("delivered", "retried", "failed", "disabled"):
             own[DELIVERIES, (("outcome", outcome),)] = self._webhooks.outcomes[outcome]
         return own
 
-    def evidence(self) -> dict[str, float]:
-        """Evidence of drift by metric: the canary's while one is active, else stable traffic's."""
-        with self.lock:
-            rollout = self.canaries.current
-            if rollout is None or not rollout.active:
-                return self.drift.evidence
-            # Task scores have free names, and labels are closed sets.
-            scored = [c.drift for n, c in rollout.evidence.comparisons.items() if n.startswith("score:")]
-            named = {
-                n: c.drift for n, c in rollout.evidence.comparisons.items() if not n.startswith("score:")
-            }
-            return {**named, "scores": max(scored)} if scored else named
+    def _publish(self) -> None:
+        rollout = self.canaries.current
+        active = rollout is not None and rollout.active
+        published: dict[Key, float] = {(CANARY_WEIGHT, ()): rollout.weight if rollout and active else 0.0}
+        evidence = rollout.evidence.drifts if rollout and active else self.drift.evidence
+        published |= {(DRIFT_EVIDENCE, (("metric", name),)): value for name, value in evidence.items()}
+        self._published = published
 
     # --- state ---
 

@@ -49,7 +49,7 @@ class AlertsService:
         *,
         config: AlertsConfig,
         data_dir: Path,
-        cursor: duckdb.DuckDBPyConnection,
+        cursor: Callable[[], duckdb.DuckDBPyConnection],
         policies: Mapping[str, Policy],
         environ: Mapping[str, str],
         base_url: str,
@@ -59,8 +59,9 @@ class AlertsService:
         advisor_url: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """policies: the config's, `stable` among them. cursor: of the open tape. queue_limit: choices that
-        may wait.
+        """policies: the config's, `stable` among them. cursor: makes one of the open tape.
+
+        samples: the served metrics now. queue_limit: choices that may wait.
 
         trace_url (with `{id}`), advisor_url: pages of the UI; without them links lead to the API.
         Raises alerts.config.MissingSecret.

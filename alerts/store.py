@@ -1,13 +1,14 @@
 """The alerting part of the tape: transitions, changes of alerts, and the outbox of notifications.
 
-All SQL of alerts/ is here. One cursor, used under a lock, by whichever thread needs it.
+All SQL of alerts/ is here. A cursor a call, one call at a time: the tape may be reopened between calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,16 +41,21 @@ class Delivery:
 class Store:
     """Reads and writes the three tables; every write is committed when it returns."""
 
-    def __init__(self, cursor: duckdb.DuckDBPyConnection) -> None:
-        """cursor: a connection of its own to the open tape (logs.schema has the tables)."""
-        self._cursor = cursor
+    def __init__(self, connect: Callable[[], duckdb.DuckDBPyConnection]) -> None:
+        """connect: a fresh cursor of the open tape (logs.schema has the tables)."""
+        self._connect = connect
         self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def _tape(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        with self._lock, contextlib.closing(self._connect()) as cursor:
+            yield cursor
 
     def put_transitions(self, rollout: Rollout) -> None:
         """Write those lines of a rollout's history that the tape does not have."""
         plan = json.dumps(rollout.plan.to_dict())
-        with self._lock:
-            known = self._value("SELECT count(*) FROM rollouts WHERE salt = ?", [rollout.plan.salt])
+        with self._tape() as cursor:
+            known = self._value(cursor, "SELECT count(*) FROM rollouts WHERE salt = ?", [rollout.plan.salt])
             for number, transition in list(enumerate(rollout.history))[known:]:
                 row = {
                     **asdict(transition),
@@ -58,11 +64,11 @@ class Store:
                     "number": number,
                     "plan": plan,
                 }
-                self._insert("rollouts", row)
+                self._insert(cursor, "rollouts", row)
 
     def put_alerts(self, alerts: Sequence[Alert], now: float) -> None:
         """Write that these alerts changed their state."""
-        with self._lock:
+        with self._tape() as cursor:
             for alert in alerts:
                 row = {
                     "ts": now,
@@ -72,7 +78,7 @@ class Store:
                     "labels": json.dumps(alert.labels),
                     "annotations": json.dumps(alert.annotations),
                 }
-                self._insert("alerts", row)
+                self._insert(cursor, "alerts", row)
 
     def alert_history(self, limit: int) -> list[dict[str, Any]]:
         """The latest changes of alerts, newest first."""
@@ -84,8 +90,8 @@ class Store:
 
     def put_delivery(self, id: str, receiver: str, subject: str, body: Mapping[str, Any], now: float) -> None:
         """Put a notification into the outbox; one of this id is left as it is."""
-        with self._lock:
-            if self._value("SELECT count(*) FROM deliveries WHERE id = ?", [id]):
+        with self._tape() as cursor:
+            if self._value(cursor, "SELECT count(*) FROM deliveries WHERE id = ?", [id]):
                 return
             row = {
                 "id": id,
@@ -97,7 +103,7 @@ class Store:
                 "attempts": 0,
                 "next_try": now,
             }
-            self._insert("deliveries", row)
+            self._insert(cursor, "deliveries", row)
 
     def due(self, receiver: str, now: float) -> Delivery | None:
         """The oldest pending delivery of a receiver that may be tried now."""
@@ -109,8 +115,8 @@ class Store:
 
     def next_try(self, receiver: str) -> float | None:
         """When the receiver's next delivery may be tried; None without one."""
-        with self._lock:
-            row = self._cursor.execute(
+        with self._tape() as cursor:
+            row = cursor.execute(
                 "SELECT min(next_try) FROM deliveries WHERE receiver = ? AND state = 'pending'", [receiver]
             ).fetchone()
         return None if row is None or row[0] is None else float(row[0])
@@ -128,8 +134,8 @@ class Store:
     ) -> None:
         """Write how an attempt went; attempts grows by one."""
         finished = None if state == PENDING else now
-        with self._lock:
-            self._cursor.execute(
+        with self._tape() as cursor:
+            cursor.execute(
                 "UPDATE deliveries SET state = ?, attempts = attempts + 1, status = ?, error = ?, url = ?, "
                 "next_try = ?, finished = ? WHERE id = ?",
                 [state, status, error, url, next_try, finished, id],
@@ -137,8 +143,8 @@ class Store:
 
     def disable(self, receiver: str, now: float) -> None:
         """What still waits for this receiver is not sent any more."""
-        with self._lock:
-            self._cursor.execute(
+        with self._tape() as cursor:
+            cursor.execute(
                 "UPDATE deliveries SET state = 'disabled', finished = ? "
                 "WHERE receiver = ? AND state = 'pending'",
                 [now, receiver],
@@ -146,8 +152,8 @@ class Store:
 
     def is_disabled(self, receiver: str, url: str) -> bool:
         """Whether the receiver's latest finished attempt at this URL was answered 410."""
-        with self._lock:
-            row = self._cursor.execute(
+        with self._tape() as cursor:
+            row = cursor.execute(
                 "SELECT state FROM deliveries WHERE receiver = ? AND url = ? AND finished IS NOT NULL "
                 "AND attempts > 0 ORDER BY finished DESC LIMIT 1",
                 [receiver, url],
@@ -156,10 +162,10 @@ class Store:
 
     def requeue(self, id: str, now: float) -> bool:
         """Make a delivery pending again, its attempts kept; False if there is none of this id."""
-        with self._lock:
-            if not self._value("SELECT count(*) FROM deliveries WHERE id = ?", [id]):
+        with self._tape() as cursor:
+            if not self._value(cursor, "SELECT count(*) FROM deliveries WHERE id = ?", [id]):
                 return False
-            self._cursor.execute(
+            cursor.execute(
                 "UPDATE deliveries SET state = 'pending', next_try = ?, finished = NULL WHERE id = ?",
                 [now, id],
             )
@@ -184,16 +190,16 @@ class Store:
         return [Delivery(**{**row, "body": json.loads(row["body"])}) for row in rows]
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[dict[str, Any]]:
-        with self._lock:
-            result = self._cursor.execute(sql, list(values))
+        with self._tape() as cursor:
+            result = cursor.execute(sql, list(values))
             names = [column[0] for column in result.description or ()]
             return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
-    def _value(self, sql: str, values: Sequence[object]) -> int:
-        row = self._cursor.execute(sql, list(values)).fetchone()
+    def _value(self, cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object]) -> int:
+        row = cursor.execute(sql, list(values)).fetchone()
         return int(row[0]) if row is not None else 0
 
-    def _insert(self, table: str, row: Mapping[str, object]) -> None:
+    def _insert(self, cursor: duckdb.DuckDBPyConnection, table: str, row: Mapping[str, object]) -> None:
         columns = ", ".join(f'"{name}"' for name in row)
         marks = ", ".join("?" for _ in row)
-        self._cursor.execute(f'INSERT INTO "{table}" ({columns}) VALUES ({marks})', list(row.values()))
+        cursor.execute(f'INSERT INTO "{table}" ({columns}) VALUES ({marks})', list(row.values()))

@@ -74,7 +74,7 @@ class House:
         self.service = AlertsService(
             config=msgspec.convert(config, AlertsConfig),
             data_dir=self.folder,
-            cursor=self.tape.cursor(),
+            cursor=self.tape.cursor,
             policies={"stable": Policy(), "fast": Policy(draft_length=9)},
             environ={"S": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"},
             base_url="http://gw",

@@ -141,7 +141,7 @@ def sender(
     *script: Answer | Exception, connection: Any = None, settings: AlertsConfig | None = None
 ) -> Sender:
     clock = Clock(now=time.time())
-    store = Store(connection or tape())
+    store = Store((connection or tape()).cursor)
     wire = Wire(*script)
     settings = settings or config(hook("https://hooks.example/x"))
     webhooks = Webhooks(
@@ -157,7 +157,7 @@ def sender(
 def test_fails_twice_then_delivered_once_verified() -> None:
     with receiver(script=[(500, {}), (503, {})]) as ops:
         clock = Clock(now=time.time())
-        store = Store(tape())
+        store = Store(tape().cursor)
         webhooks = Webhooks(store, config(hook(ops.url)), {"ops": SECRET}, clock=clock, jitter=lambda: 1.0)
         webhooks.notify(notification(), "http://gw")
         waits = []
@@ -319,7 +319,7 @@ def test_the_gate(said: Answer | Exception, approved: bool) -> None:
 def test_a_receiver_that_hangs_delays_nobody_else() -> None:
     with receiver(hold=threading.Event()) as stuck, receiver() as fine:
         settings = config(hook(stuck.url, "stuck"), hook(fine.url, "fine"), timeout_s=5)
-        webhooks = Webhooks(Store(tape()), settings, {"stuck": SECRET, "fine": SECRET})
+        webhooks = Webhooks(Store(tape().cursor), settings, {"stuck": SECRET, "fine": SECRET})
         webhooks.start()
         began = time.perf_counter()
         for name in ("A", "B", "C"):
@@ -428,7 +428,7 @@ def test_redirects_are_not_followed() -> None:
 
 def test_a_redirect_is_a_failed_attempt() -> None:
     with receiver(script=[(307, {"location": "http://169.254.169.254/latest/meta-data"})]) as ops:
-        clock, store = Clock(now=time.time()), Store(tape())
+        clock, store = Clock(now=time.time()), Store(tape().cursor)
         webhooks = Webhooks(store, config(hook(ops.url)), {"ops": SECRET}, clock=clock)
         webhooks.notify(notification(), "http://gw")
         webhooks.deliver_next("ops")
@@ -438,7 +438,7 @@ def test_a_redirect_is_a_failed_attempt() -> None:
 
 
 def test_a_refused_address_is_tried_again_later_and_said() -> None:
-    clock, store = Clock(now=time.time()), Store(tape())
+    clock, store = Clock(now=time.time()), Store(tape().cursor)
     settings = config({**hook("http://127.0.0.1:9/"), "allow_private": False})
     webhooks = Webhooks(store, settings, {"ops": SECRET}, clock=clock)
     webhooks.notify(notification(), "http://gw")
