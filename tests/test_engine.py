@@ -509,15 +509,21 @@ def test_a_repeated_request_is_prefilled_from_kept_keys_and_drafted_from_the_ear
     assert again.finished.counts.lookup_tokens > 0
     assert again.finished.counts.large_passes < first.finished.counts.large_passes
 
-    # The small model never read a large-only answer: there is nothing of its own to copy.
-    other = ask_for("large only", [6 - i % 6 for i in range(60)], policy=Policy(mode=Mode.LARGE_ONLY))
-    unread = decode_one(e, other)
-    assert decode_one(e, replace(other, id="routed", policy=request.policy)).tokens == unread.tokens
-
     large.feeds.clear()
     stranger = decode_one(e, replace(request, id="stranger", scope="another key"))
     assert stranger.tokens == first.tokens
     assert large.feeds[0][0].start == 0
+
+
+def test_each_model_copies_only_what_it_has_read_itself() -> None:
+    """The small model never reads a large-only answer, so there is nothing of its own to start from."""
+    e = engine(prefixes=PrefixCache(2), max_model_len=128, block_size=128, num_blocks=2)
+    prompt = [6 - i % 6 for i in range(60)]
+    decode_one(e, ask_for("stale", [0] * 60, policy=Policy(mode=Mode.SMALL_ONLY)))
+    decode_one(e, ask_for("another", [1] * 60, policy=Policy(mode=Mode.SMALL_ONLY)))
+    decode_one(e, ask_for("unread", prompt, policy=Policy(mode=Mode.LARGE_ONLY)))
+    routed = ask_for("routed", prompt, policy=Policy(protect_first=0))
+    assert signature(decode_one(e, routed)) == signature(decode_one(engine(max_model_len=128), routed))
 
 
 # ---- endings
