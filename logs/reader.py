@@ -21,7 +21,7 @@ PREVIEW_CHARS = 200
 REPLAY_TRACES = 256
 """Traces fetched at once while streaming the whole tape."""
 FIRST_SEGMENTS = 4
-"""Segments looked into for a page before more are opened."""
+"""Segments looked into at first for a page that the live rows do not fill."""
 
 _HEAVY = ("prompt_ids", "prompt_text", "answer_text", "params")
 _JSON = ("policy", "sampling", "params", "stop")
@@ -69,6 +69,15 @@ class TraceFilter:
         used = [(clause, values) for clause, values in clauses if values is not None]
         sql = " AND ".join(clause for clause, _ in used) or "true"
         return sql, [value for _, values in used for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The trace numbers behind an id (one, unless choices were admitted far apart) and what holds them."""
+
+    numbers: list[int]
+    segments: list[Segment]
+    live: bool
 
 
 class Reader:
@@ -119,9 +128,10 @@ class Reader:
         Raises BadCursor. A summary is as `trace` gives it, without prompt, answer and parameters.
         """
         query = self._cursor()
-        numbers = self._page(query, limit + 1, _before(cursor), filters or TraceFilter())
+        segments = self._segments(query)
+        numbers = self._page(query, segments, limit + 1, _before(cursor), filters or TraceFilter())
         page = numbers[:limit]
-        rows = self._requests(query, _LIST_COLUMNS, page)
+        rows = self._requests(query, _LIST_COLUMNS, page, segments)
         return [summary(choices) for choices in by_trace(rows)], str(page[-1]) if numbers[limit:] else None
 
     def trace(self, request_id: str) -> dict[str, Any] | None:
@@ -136,7 +146,8 @@ class Reader:
     def choices(self, request_id: str) -> list[dict[str, Any]]:
         """The requests rows of a trace, by choice; JSON columns parsed."""
         query = self._cursor()
-        rows = self._requests(query, _ALL_COLUMNS, self._numbers(query, request_id))
+        place = self._place(query, request_id)
+        rows = self._requests(query, _ALL_COLUMNS, place.numbers, place.segments, place.live)
         return [row for row in rows if row["request_id"] == request_id]
 
     def _said(self, table: str, request_id: str) -> list[dict[str, Any]]:
@@ -154,7 +165,7 @@ class Reader:
 
     def has(self, request_id: str) -> bool:
         """Whether a trace of that id is on the tape."""
-        return bool(self._numbers(self._cursor(), request_id))
+        return bool(self._place(self._cursor(), request_id).numbers)
 
     def steps(
         self,
@@ -166,14 +177,14 @@ class Reader:
     ) -> pa.Table:
         """The rows of a choice in seq order, output positions start <= idx < stop; empty if unknown."""
         query = self._cursor()
-        numbers = self._numbers(query, request_id)
-        span = (min(numbers), max(numbers)) if numbers else (-1, -1)
-        source = self._from("steps", _with(columns, "trace_no", "request_id", "choice", "idx", "seq"),
-                            self._holding(query, *span))  # fmt: skip
+        place = self._place(query, request_id)
+        needed = _with(columns, "trace_no", "request_id", "choice", "idx", "seq")
+        source = self._from("steps", needed, place.segments, live=place.live)
+        numbers = ", ".join(map(str, place.numbers)) or "NULL"
         low, high = 0 if start is None else int(start), 2**31 - 1 if stop is None else int(stop)
         return _table(
             query,
-            f"SELECT {', '.join(columns)} FROM {source} WHERE trace_no BETWEEN {span[0]} AND {span[1]}"
+            f"SELECT {', '.join(columns)} FROM {source} WHERE trace_no IN ({numbers})"
             f" AND request_id = ? AND choice = ? AND idx >= {low} AND idx < {high} ORDER BY seq",
             [request_id, choice],
         )
@@ -225,15 +236,20 @@ class Reader:
         return self._segments(self._cursor())
 
     def _page(
-        self, query: duckdb.DuckDBPyConnection, size: int, before: int, filters: TraceFilter
+        self,
+        query: duckdb.DuckDBPyConnection,
+        segments: list[Segment],
+        size: int,
+        before: int,
+        filters: TraceFilter,
     ) -> list[int]:
         """The newest trace numbers below `before`, at most size, newest first."""
         where, values = filters.where()
-        left = sorted(self._segments(query), key=lambda segment: -segment.last_no)
+        left = sorted(segments, key=lambda segment: -segment.last_no)
         left = [segment for segment in left if segment.first_no < before]
         numbers: list[int] = []
-        live, group = True, FIRST_SEGMENTS
-        # A full page is final once every segment not yet looked into is older than all of it.
+        # Live rows first. A full page is final once every segment not yet looked into is older than it.
+        live, group = True, 0
         while live or (left and not (len(numbers) == size and left[0].last_no < numbers[-1])):
             source = self._from("requests", FILTERED, left[:group], live=live)
             rows = query.execute(
@@ -242,17 +258,22 @@ class Reader:
                 values,
             ).fetchall()
             numbers = sorted({*numbers, *(number for (number,) in rows)}, reverse=True)[:size]
-            left, live, group = left[group:], False, group * 2
+            left, live, group = left[group:], False, max(FIRST_SEGMENTS, group * 2)
         return numbers
 
     def _requests(
-        self, query: duckdb.DuckDBPyConnection, columns: Sequence[str], numbers: Sequence[int]
+        self,
+        query: duckdb.DuckDBPyConnection,
+        columns: Sequence[str],
+        numbers: Sequence[int],
+        segments: list[Segment],
+        live: bool = True,
     ) -> list[dict[str, Any]]:
         """The requests rows of those traces, newest first, by choice."""
         if not numbers:
             return []
-        segments = [s for s in self._segments(query) if any(s.first_no <= n <= s.last_no for n in numbers)]
-        source = self._from("requests", _with(columns, "answer_text"), segments)
+        holding = [s for s in segments if any(s.first_no <= n <= s.last_no for n in numbers)]
+        source = self._from("requests", _with(columns, "answer_text"), holding, live)
         return _rows(
             query,
             f"SELECT {', '.join(columns)}, left(answer_text, {PREVIEW_CHARS}) AS answer_preview FROM {source}"
@@ -261,15 +282,24 @@ class Reader:
             [],
         )
 
-    def _numbers(self, query: duckdb.DuckDBPyConnection, request_id: str) -> list[int]:
-        """The trace numbers behind an id: one, unless choices were admitted very far apart."""
+    def _place(self, query: duckdb.DuckDBPyConnection, request_id: str) -> _Place:
+        """Where the rows of a trace are."""
         if self._live_version is None:
-            source = self._from("requests", ("request_id", "trace_no"), self._segments(query))
-        else:
-            live = "SELECT request_id, trace_no FROM requests"
-            source = f"({live} UNION ALL SELECT request_id, trace_no FROM moved)"
-        rows = query.execute(f"SELECT DISTINCT trace_no FROM {source} WHERE request_id = ?", [request_id])
-        return [number for (number,) in rows.fetchall()]
+            segments = self._segments(query)
+            source = self._from("requests", ("request_id", "trace_no"), segments)
+            rows = query.execute(f"SELECT DISTINCT trace_no FROM {source} WHERE request_id = ?", [request_id])
+            numbers = [number for (number,) in rows.fetchall()]
+            holding = [s for s in segments if any(s.first_no <= n <= s.last_no for n in numbers)]
+            return _Place(numbers, holding, live=False)
+        places = query.execute(
+            "SELECT DISTINCT trace_no, NULL, NULL FROM requests WHERE request_id = ?"
+            " UNION ALL SELECT trace_no, name, dt FROM moved WHERE request_id = ?",
+            [request_id, request_id],
+        ).fetchall()
+        moved = {(name, dt) for _, name, dt in places if name is not None}
+        holding = [s for s in self._segments(query) if (s.name, s.dt) in moved] if moved else []
+        live = any(name is None for _, name, _ in places)
+        return _Place([number for number, _, _ in places], holding, live)
 
     def _from(
         self, table: str, columns: Sequence[str], segments: Iterable[Segment], live: bool = True
@@ -314,7 +344,9 @@ def _before(cursor: str | None) -> int:
 
 
 def _rows(query: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = _table(query, sql, values).to_pylist()
+    found = query.execute(sql, list(values))
+    names = [column[0] for column in found.description or ()]
+    rows = [dict(zip(names, row, strict=True)) for row in found.fetchall()]
     for row in rows:
         for name in _JSON:
             if row.get(name) is not None:

@@ -24,6 +24,8 @@ FOLDER = "segments"
 MOVED_TABLES = ("steps", "passes", "requests")
 MAX_STEPS = 500_000
 """Steps of one segment: bounds how long the writer waits while its rows leave the live table."""
+GROUP_ROWS = 16_384
+"""Rows of a Parquet row group: what opening one trace decodes."""
 SETTLE_S = 60.0
 """A trace moves when it has been finished for so long."""
 UNSETTLED_S = 3600.0
@@ -281,10 +283,11 @@ def _move(
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(name + ".tmp")
         quoted = str(unfinished).replace("'", "''")
-        query.execute(
-            f"COPY (SELECT {', '.join(names(table))} FROM {table} WHERE {rows[table]}"
-            f" ORDER BY {order[table]}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)"
+        selected = (
+            f"SELECT {', '.join(names(table))} FROM {table} WHERE {rows[table]} ORDER BY {order[table]}"
         )
+        options = f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS}"
+        query.execute(f"COPY ({selected}) TO '{quoted}' ({options})")
         with unfinished.open("rb") as written:
             os.fsync(written.fileno())
         unfinished.rename(path)
