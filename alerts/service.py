@@ -19,6 +19,7 @@ import structlog
 from alerts.canaries import Assignment, Canaries, policy_from
 from alerts.config import AlertsConfig, read_secrets
 from alerts.explain import Links
+from alerts.intake import Intake
 from alerts.monitor import Monitor
 from alerts.plan import FieldError, Plan, estimate, parse_plan
 from alerts.rollout import Limits, Rollout, WrongState
@@ -106,6 +107,11 @@ class AlertsService:
     # --- requests ---
 
     @property
+    def observer(self) -> Intake:
+        """What the worker must tell of admissions, ticks and ends; never blocks."""
+        return self.monitor.intake
+
+    @property
     def stable(self) -> Policy:
         """The policy in force on stable: the config's, or the one promoted last."""
         return self.monitor.canaries.stable
@@ -116,12 +122,12 @@ class AlertsService:
         user: the body's `user`; header_user: `x-user-id`. Without either the request is its own key.
         """
         sticky = user or header_user
-        self.monitor.remember_key(request_id, sticky)
+        self.monitor.intake.remember_key(request_id, sticky)
         return self.monitor.canaries.assign(sticky if sticky is not None else request_id)
 
     def score(self, request_id: str, name: str, value: float) -> None:
         """A task score in [0, 1] of a finished trace."""
-        self.monitor.score(request_id, name, value)
+        self.monitor.intake.score(request_id, name, value)
 
     def samples(self) -> dict[Key, float]:
         """Own metrics: tokentape:canary_weight, drift_evidence{metric}, alert_deliveries_total{outcome}."""
@@ -231,7 +237,7 @@ class AlertsService:
 
     def _estimate(self, plan: Plan) -> dict[str, Any]:
         with self.monitor.lock:
-            recent = list(self.monitor.recent_agreement)
+            recent = list(self.monitor.intake.recent_agreement)
         return estimate(plan, recent)
 
     def _act(self, name: str, act: Callable[[Rollout], object]) -> dict[str, Any]:

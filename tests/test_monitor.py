@@ -149,7 +149,7 @@ class House:
             name, arm=arm, policy=policy, audited=self.random.random() < policy.audit_rate,
             received=self.clock.now, **fields,
         )  # fmt: skip
-        observer = self.monitor
+        observer = self.service.observer
         observer.on_admit(Trace(asked, SERVED))
         rows = [self.row(name, seq, policy, wrong) for seq in range(NUM_TOKENS)]
         observer.on_tick(Tick(1, steps=rows))
@@ -451,9 +451,9 @@ def test_rows_beyond_the_bound_are_counted_and_their_answers_are_missing(
 ) -> None:
     house.service.start_rollout(ROLLOUT)
     with house.monitor.lock:
-        monkeypatch.setattr("alerts.monitor.MOST_QUEUED_ROWS", 5)
+        monkeypatch.setattr("alerts.intake.MOST_QUEUED_ROWS", 5)
         house.answer("lost", "canary", house.service.stable, 0.0)
-    assert house.monitor.dropped_rows == NUM_TOKENS
+    assert house.service.observer.dropped_rows == NUM_TOKENS
     assert house.monitor.flush()
     assert house.service.rollout("cheap")["evidence"]["agreement"]["missing"] == {"stable": 0, "canary": 1}
 
@@ -568,7 +568,7 @@ class Tiny:
     def serve(self, num: int, tokens: int = 24, together: int = 16) -> list[str]:
         """Answer num requests, `together` at a time; the arms they got."""
         service = self.house.service
-        worker = Worker(self.pair.engine(), SERVED, (service.monitor,), max_queue=1000)
+        worker = Worker(self.pair.engine(), SERVED, (service.observer,), max_queue=1000)
         worker.start()
         places, arms = threading.Semaphore(together), []
 
