@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.core import AuditStatus, Finished, Sampling, Tier
 from gateway.policy import Policy
-from gateway.sampling import Constraint
+
+if TYPE_CHECKING:
+    # It imports torch, which readers of requests (the tape, alerts) do without.
+    from gateway.sampling import Constraint
 
 
 @dataclass(frozen=True, slots=True)
