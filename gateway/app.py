@@ -8,15 +8,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
 import structlog
 import uvicorn
 
-import replay_ui
 from gateway.access import Keyring
 from gateway.api.http import build_http
 from gateway.api.service import Service
@@ -24,6 +21,10 @@ from gateway.config import Config, ConfigError
 from gateway.metrics import Metrics
 from gateway.worker import Observer, Worker
 from logs.recorder import Recorder
+from logs.redact import load as load_redaction
+from logs.rows import Capture
+from logs.upkeep import Keep
+from replay_ui.serve import command
 
 log = structlog.get_logger("gateway")
 
@@ -56,7 +57,10 @@ class Gateway:
             queue_rows=logs.queue_rows,
             flush_rows=logs.flush_rows,
             flush_s=logs.flush_s,
+            capture=Capture(logs.capture),
             decode=self._decode,
+            redact=None if logs.redact is None else load_redaction(logs.redact),
+            keep=Keep.of(logs.segment_mb, logs.retention_days, logs.retention_gb),
             on_flush=metrics.on_flush,
         )
         self.service = Service(
@@ -182,15 +186,9 @@ def url_of(listener: socket.socket) -> str:
 @contextlib.contextmanager
 def replay_ui_beside(url: str, port: int) -> Iterator[None]:
     """Run the replay UI as a child process, on loopback only, for as long as the block lasts."""
-    command = [
-        *(sys.executable, "-m", "streamlit", "run", str(Path(replay_ui.__file__).parent / "app.py")),
-        *("--server.address", "127.0.0.1", "--server.port", str(port), "--server.headless", "true"),
-        *("--browser.gatherUsageStats", "false", "--server.fileWatcherType", "none"),
-    ]
     # Its own session: a Ctrl+C in the terminal must reach the gateway first, which ends the UI last.
     child = subprocess.Popen(
-        command,
-        env={**os.environ, "TOKENTAPE_URL": url},
+        command(port, url),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

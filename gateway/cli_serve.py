@@ -63,6 +63,7 @@ async def _serve(config: Config, keys: Keyring) -> int:
     from gateway.app import Gateway, listen, replay_ui_beside, url_of
     from gateway.journal import set_up_log
     from gateway.loading import load_pair
+    from logs.redact import BadHook
     from logs.schema import TapeTooNew
     from logs.tape import TapeBusy, TapeUnwritable
 
@@ -72,6 +73,8 @@ async def _serve(config: Config, keys: Keyring) -> int:
             gateway = Gateway(config, lambda observers: load_pair(config, observers), keys)
         except (TapeBusy, TapeUnwritable, TapeTooNew) as error:
             raise ConfigError(f"logs.data_dir: {error}") from None
+        except BadHook as error:
+            raise ConfigError(f"logs.redact: {error}") from None
 
         def on_ready(url: str) -> None:
             print(f"ready {url}", flush=True)

@@ -169,6 +169,28 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     queue_rows: Annotated[Positive, Meta(description="most rows waiting for the writer thread")] = 100_000
     flush_rows: Annotated[Positive, Meta(description="rows after which the writer commits")] = 1000
     flush_s: Annotated[Seconds, Meta(description="time after which the writer commits")] = 0.25
+    capture: Annotated[
+        Literal["full", "no_prompt", "signals"],
+        Meta(
+            description="`full`; `no_prompt`: nothing of the prompt; `signals`: no text and no token ids, "
+            "only numbers and decisions, which still replay"
+        ),
+    ] = "full"
+    redact: Annotated[
+        str | None,
+        Meta(description="`package.module.function`, called as redact(table, row) before a row is written"),
+    ] = None
+    segment_mb: Annotated[
+        Positive,
+        Meta(description="size of the live tables in MiB above which the running hour is closed too"),
+    ] = 256
+    retention_days: Annotated[
+        Annotated[float, Meta(gt=0.0)] | None, Meta(description="closed segments older than this are dropped")
+    ] = None
+    retention_gb: Annotated[
+        Annotated[float, Meta(gt=0.0)] | None,
+        Meta(description="total size of closed segments, GiB, beyond which the oldest are dropped"),
+    ] = None
     level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
     ] = "info"

@@ -147,7 +147,7 @@ STEPS: tuple[Column, ...] = (
     Column("batch_rows", "INTEGER", "rows in that pass"),
     Column("small_kv", "INTEGER", "small model's KV length, tokens"),
     Column("large_kv", "INTEGER", "large model's KV length, tokens"),
-    Column("latency_us", "BIGINT", "since the choice's previous commit, microseconds"),
+    Column("latency_us", "BIGINT", "model time of the pass that settled the row, microseconds"),
     Column("ts", "DOUBLE", "when the row was committed, Unix seconds"),
 )
 

@@ -31,6 +31,15 @@ class Keep:
     max_age_s: float | None = None
     max_bytes: int | None = None
 
+    @classmethod
+    def of(cls, segment_mb: int, retention_days: float | None, retention_gb: float | None) -> Keep:
+        """From the units of the config file: MiB, days, GiB."""
+        return cls(
+            segment_bytes=segment_mb * 2**20,
+            max_age_s=None if retention_days is None else retention_days * 86_400,
+            max_bytes=None if retention_gb is None else int(retention_gb * 2**30),
+        )
+
 
 class Upkeep:
     """Runs once a minute until stopped; writing is held while rows leave the live tables."""
