@@ -37,12 +37,13 @@ HANDLERS = (
 def build_http(service: Service) -> ASGIApp:
     """The gateway's HTTP application."""
     server = service.config.server
+    schema = openapi.document(HANDLERS, service.model_name)
     app = Litestar(
         route_handlers=HANDLERS,
         exception_handlers={Exception: on_exception},
         guards=[check_key],
         cors_config=CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None,
-        state=State({"service": service, "openapi": msgspec.json.encode(openapi.document(HANDLERS))}),
+        state=State({"service": service, "openapi": msgspec.json.encode(schema)}),
         openapi_config=None,
         logging_config=None,
         request_max_body_size=int(server.max_body_mib * 2**20),

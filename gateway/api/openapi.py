@@ -55,8 +55,8 @@ _PROMPT_FORMS: list[dict[str, Any]] = [
 ]
 
 
-def document(handlers: Iterable[HTTPRouteHandler]) -> dict[str, Any]:
-    """OpenAPI 3.1 of these handlers."""
+def document(handlers: Iterable[HTTPRouteHandler], model: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of these handlers, with the one model that is served."""
     handlers = list(handlers)
     routes = [route_of(handler.opt) for handler in handlers]
     structs = {kind for route in routes for kind in _structs(route)} | {ErrorResponse}
@@ -65,6 +65,9 @@ def document(handlers: Iterable[HTTPRouteHandler]) -> dict[str, Any]:
     if "CompletionRequest" in components:
         # msgspec cannot tell lists of one kind from mixed ones; the handler does.
         components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": _PROMPT_FORMS}
+    for schema in components.values():
+        if schema.get("additionalProperties") is False and "model" in schema["properties"]:
+            schema["properties"]["model"] = {"type": "string", "enum": [model]}
     paths: dict[str, dict[str, Any]] = {}
     for handler, route in zip(handlers, routes, strict=True):
         for path in handler.paths:
