@@ -229,54 +229,54 @@ INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, con
 template <class Value>
 INLINE void quantize_groups(const Activations& x, int64_t row, int64_t k, int64_t first, int64_t last, Value value) {
   for (int64_t g = first; g < last; ++g) {
-    alignas(64) float t[kGroup] = {};
-    const int64_t count = k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
-    v16 top = {};
-    for (int64_t i = 0; i < count; i += 16) {
-      const v16 v = value(g * kGroup + i);
-      store(t + i, v);
-      top = vmax(top, vmax(v, -v));
+    const int64_t count = k - g * kGroup;
+    v16 v[kGroup / 16], top = {};
+    for (int64_t i = 0; i < kGroup / 16; ++i) {
+      v[i] = i * 16 < count ? value(g * kGroup + i * 16) : v16{};
+      top = vmax(top, vmax(v[i], -v[i]));
     }
     const float amax = largest(top), inverse = amax > 0.f ? 127.f / amax : 0.f;
     int8_t* q = x.q + row * x.groups * kGroup + g * kGroup;
-    int32_t total = 0;
-    for (int i = 0; i < kGroup; ++i) {
-      const float rounded = (t[i] * inverse + 12582912.f) - 12582912.f;  // nearest even
-      const int32_t n = static_cast<int32_t>(rounded);
-      q[i] = static_cast<int8_t>(n);
+    v16i total = {};
+    for (int64_t i = 0; i < kGroup / 16; ++i) {
+      const v16 rounded = (v[i] * inverse + 12582912.f) - 12582912.f;  // nearest even
+      const v16i n = __builtin_convertvector(rounded, v16i);
+      store_bytes(q + i * 16, n);
       total += n;
     }
     x.scale[g * x.padded + row] = amax / 127.f;
-    x.sum[g * x.padded + row] = -128 * total;
+    x.sum[g * x.padded + row] = -128 * sum(total);
   }
 }
 
-// Packs one block of 16 rows of a float weight [n, k]; scales are rounded to bfloat16 first.
-INLINE float weight_at(const void* w, Dtype type, int64_t i) {
-  return type == Dtype::f32 ? static_cast<const float*>(w)[i] : widen(static_cast<const uint16_t*>(w)[i]);
-}
-
+// Packs one block of 16 rows of a float weight [n, k]; scales are rounded to bfloat16 before they are used.
 void pack_block(const void* w, Dtype type, int64_t n, int64_t k, int64_t block, uint8_t* packed, uint16_t* scale) {
   const int64_t groups = (k + kGroup - 1) / kGroup;
   packed += block * groups * kGroup * kBlock;
-  for (int64_t lane = 0; lane < kBlock; ++lane)
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t row = block * kBlock + lane;
-      const int64_t count = row < n ? (k - g * kGroup < kGroup ? k - g * kGroup : kGroup) : 0;
-      float t[kGroup] = {}, amax = 0.f;
-      for (int64_t i = 0; i < count; ++i) {
-        t[i] = weight_at(w, type, row * k + g * kGroup + i);
-        amax = t[i] > amax ? t[i] : (-t[i] > amax ? -t[i] : amax);
+  for (int64_t g = 0; g < groups; ++g, packed += kGroup * kBlock) {
+    uint8_t rows[kBlock][kGroup];
+    for (int64_t lane = 0; lane < kBlock; ++lane) {
+      const int64_t row = block * kBlock + lane, first = row * k + g * kGroup;
+      const int64_t count = row >= n ? 0 : k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
+      float t[kGroup] = {};
+      v16 top = {};
+      for (int64_t i = 0; i < count; i += 16) {
+        const v16 v = type == Dtype::f32 ? load(static_cast<const float*>(w) + first + i)
+                                         : from_bf16(static_cast<const uint16_t*>(w) + first + i);
+        store(t + i, v);
+        top = vmax(top, vmax(v, -v));
       }
-      const uint16_t s = to_bf16(amax / 127.f);
-      scale[(block * groups + g) * kBlock + lane] = s;
+      const uint16_t s = to_bf16(largest(top) / 127.f);
       const float inverse = s ? 1.f / widen(s) : 0.f;
+      scale[(block * groups + g) * kBlock + lane] = s;
       for (int64_t i = 0; i < kGroup; ++i) {
-        float q = (t[i] * inverse + 12582912.f) - 12582912.f;
-        q = q > 127.f ? 127.f : (q < -127.f ? -127.f : q);
-        packed[((g * kGroup + i) / 4 * kBlock + lane) * 4 + i % 4] = static_cast<uint8_t>(static_cast<int>(q) + 128);
+        const float q = (t[i] * inverse + 12582912.f) - 12582912.f;  // nearest even
+        rows[lane][i] = static_cast<uint8_t>(static_cast<int>(q > 127.f ? 127.f : (q < -127.f ? -127.f : q)) + 128);
       }
     }
+    for (int64_t quad = 0; quad < kGroup / 4; ++quad)
+      for (int64_t lane = 0; lane < kBlock; ++lane) std::memcpy(packed + (quad * kBlock + lane) * 4, rows[lane] + quad * 4, 4);
+  }
 }
 
 }  // namespace

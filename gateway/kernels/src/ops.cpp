@@ -159,6 +159,7 @@ struct Quantized {
 std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix");
   const int64_t n = weight.size(0), k = weight.size(1);
+  TORCH_CHECK(k % 16 == 0, "int8 weights need a multiple of 16 inputs, not ", k);
   const int64_t blocks = (n + kItem - 1) / kItem * (kItem / kBlock), groups = (k + kGroup - 1) / kGroup;
   Tensor packed = at::empty({blocks, groups * kGroup / 4, kBlock * 4}, at::kByte);
   Tensor scale = at::empty({blocks, groups, kBlock}, at::kBFloat16);

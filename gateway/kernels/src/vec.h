@@ -79,9 +79,31 @@ INLINE float sum(v16 v) {
 }
 
 INLINE float largest(v16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float m = v[0];
   for (int i = 1; i < 16; ++i) m = v[i] > m ? v[i] : m;
   return m;
+#endif
+}
+
+INLINE int32_t sum(v16i v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < 16; ++i) total += v[i];
+  return total;
+#endif
+}
+
+INLINE void store_bytes(int8_t* p, v16i v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(v[i]);
+#endif
 }
 
 // e^x to about 1e-7 relative (Cephes' polynomial), x clamped to [-87, 88].
