@@ -28,7 +28,8 @@ OUTCOMES = {
 def shown_ids(steps: Steps, position: int) -> list[int]:
     """Ids of the tokens that the panel names at position."""
     row = steps.row(position)
-    return [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
+    ids = [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
+    return ids + [row[name] for name in ("small_choice", "large_choice") if row.get(name) is not None]
 
 
 def wanted_ids(steps: Steps, position: int) -> list[int]:
@@ -60,7 +61,8 @@ def card(
     title = (
         f'<div class="tt-title"><b>{where}</b><code>{markup(token)}</code>'
         f'<span class="tt-tier {escape(tier)}">{escape(tier)}</span>'
-        f'<span title="{escape(OUTCOMES.get(outcome, ""))}">{escape(outcome)}</span>{_audit(row)}</div>'
+        f'<span title="{escape(OUTCOMES.get(outcome, ""))}">{escape(outcome)}</span>'
+        f"{_audit(row, names)}</div>"
     )
     tops = (
         f'<div class="tt-tops">{_bars("small", row, names, row.get("small_choice"), row.get("token_id"))}'
@@ -70,15 +72,23 @@ def card(
     return f'<div class="tt-card">{title}{rules}{tops}{_numbers(row) if numbers else ""}</div>'
 
 
-def _audit(row: Mapping[str, Any]) -> str:
-    agrees, source = row.get("audit_agrees"), row.get("audit_source") or "not audited"
+def _audit(row: Mapping[str, Any], names: Mapping[int, str]) -> str:
+    source = escape(f"found out by: {row.get('audit_source') or 'nothing'}")
+    if row.get("tier") == "large":
+        choice = row.get("small_choice")
+        if choice is None:
+            return ""
+        if choice == row.get("token_id"):
+            return '<span class="tt-good">✓ the small model would have written it too</span>'
+        wanted = markup(names.get(choice, f"#{choice}"))
+        return f'<span class="tt-bad">✗ the small model wanted <code>{wanted}</code></span>'
+    agrees, choice = row.get("audit_agrees"), row.get("large_choice")
     if agrees is None:
-        return '<span class="tt-dim">not audited</span>'
+        return '<span class="tt-dim">the large model has not looked</span>'
     if agrees:
-        return f'<span class="tt-good" title="audit source: {escape(source)}">✓ the large model agrees</span>'
-    return (
-        f'<span class="tt-bad" title="audit source: {escape(source)}">✗ the large model wanted another</span>'
-    )
+        return f'<span class="tt-good" title="{source}">✓ the large model agrees</span>'
+    wanted = "another" if choice is None else f"<code>{markup(names.get(choice, f'#{choice}'))}</code>"
+    return f'<span class="tt-bad" title="{source}">✗ the large model wanted {wanted}</span>'
 
 
 def _rules(found: Verdict | None, row: Mapping[str, Any], steps: Steps, position: int) -> str:

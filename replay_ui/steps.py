@@ -79,17 +79,23 @@ class Steps:
         return b"".join(self.tokens[i] for i in self.written).decode("utf-8", "replace")
 
     @cached_property
+    def disagrees(self) -> list[bool]:
+        """Whether the large model was seen to want another token than the one in the row."""
+        agrees, tier = self.column("audit_agrees"), self.column("tier")
+        return [agrees[i] is False and tier[i] != "large" for i in range(len(self))]
+
+    @cached_property
     def jumps(self) -> dict[str, list[int]]:
         """For each kind of jump its positions: in order, or for `lowest gap` from the lowest up."""
         outcome, reason, tier = self.column("outcome"), self.column("reason"), self.column("tier")
-        agrees, gap = self.column("audit_agrees"), self.column("gap")
+        gap = self.column("gap")
         rows = range(len(self))
         return {
             "rejection": [i for i in rows if outcome[i] == "recovered"]
             or [i for i in rows if outcome[i] == "rejected"],
             "large": [i for i in self.written if tier[i] == "large"],
             "guard": [i for i in rows if reason[i] in GUARDS],
-            "audit": [i for i in rows if agrees[i] is False],
+            "audit": [i for i in rows if self.disagrees[i]],
             "lowest gap": sorted((i for i in self.written if gap[i] is not None), key=lambda i: (gap[i], i))[
                 :LOWEST
             ],

@@ -70,10 +70,8 @@ def texts(steps: Steps) -> list[str]:
 
 def payload(steps: Steps, group: str, version: str, height: int) -> bytes:
     """The text mount's data: columns packed as base64 of little-endian arrays, NaN where nothing is known."""
-    reason, agrees = steps.column("reason"), steps.column("audit_agrees")
-    flags = [
-        (1 if r in GUARDS else 0) | (2 if a is False else 0) for r, a in zip(reason, agrees, strict=True)
-    ]
+    guarded = [reason in GUARDS for reason in steps.column("reason")]
+    flags = [guard + 2 * differs for guard, differs in zip(guarded, steps.disagrees, strict=True)]
     latency = [None if v is None else v / 1000 for v in steps.column("latency_us")]
     data = {
         "role": "strip",
