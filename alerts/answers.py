@@ -21,7 +21,8 @@ _PROPOSED = frozenset({Outcome.KEPT, Outcome.ACCEPTED, Outcome.REJECTED})
 class Answer:
     """One finished answer.
 
-    values: by metric name, None where missing. judged: see is_judged. small_share: of the output tokens.
+    values: by metric name, None where missing. judged: see is_judged. small_share: of the output tokens, None
+    where load capped the drafts.
     decisions: (kept, score minus threshold) of each scored one. worst: 0 good, 1 bad, to pick examples by.
     """
 
@@ -82,7 +83,7 @@ class Answers:
             arm=trace.request.arm,
             values=values,
             judged=is_judged(trace.request),
-            small_share=counts.small_tokens / total if total else None,
+            small_share=counts.small_tokens / total if total and not counts.adapted else None,
             decisions=tuple(choice.decisions.values()),
             finished=trace.finished.timings.finished or trace.finished.timings.received,
             worst=1.0 if agreement is None else 1.0 - agreement,

@@ -150,6 +150,16 @@ class Store:
                 [now, receiver],
             )
 
+    def give_up_on_others(self, receivers: Sequence[str], now: float) -> None:
+        """What waits for a receiver that is not one of these will not be sent."""
+        marks = ", ".join("?" for _ in receivers) or "NULL"
+        with self._tape() as cursor:
+            cursor.execute(
+                "UPDATE deliveries SET state = 'failed', finished = ?, error = 'no receiver of this name' "
+                f"WHERE state = 'pending' AND coalesce(receiver NOT IN ({marks}), true)",
+                [now, *receivers],
+            )
+
     def is_disabled(self, receiver: str, url: str) -> bool:
         """Whether the receiver's latest finished attempt at this URL was answered 410."""
         with self._tape() as cursor:

@@ -83,6 +83,7 @@ class Webhooks:
 
     def start(self) -> None:
         """Begin to send, with what an earlier process left in the outbox."""
+        self._store.give_up_on_others(list(self.receivers), self._clock())
         for name, receiver in self.receivers.items():
             if receiver.secret_env is None and receiver.kind == "webhook":
                 log.warning("unsigned_receiver", receiver=name)

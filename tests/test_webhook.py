@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -190,6 +193,18 @@ def test_a_restart_delivers_what_was_pending(tmp_path: Path) -> None:
     assert after.webhooks.deliver_next("ops")
     assert after.wire.sent[0][1]["webhook-id"] == before.wire.sent[0][1]["webhook-id"]
     assert not after.webhooks.deliver_next("ops")
+
+
+@pytest.mark.parametrize("left", [[], [hook("https://h.example/", "new")]])
+def test_a_receiver_that_is_gone_from_the_config_gets_nothing(left: list[dict[str, Any]]) -> None:
+    connection = tape()
+    sender(connection=connection).webhooks.notify(notification(), "http://gw")
+    after = sender(connection=connection, settings=config(*left))
+    after.webhooks.start()
+    after.webhooks.stop()
+    (delivery,) = after.store.deliveries(10)
+    assert (delivery.state, delivery.error) == ("failed", "no receiver of this name")
+    assert after.wire.sent == []
 
 
 def test_handing_over_twice_is_one_delivery() -> None:
@@ -399,6 +414,32 @@ def test_the_checked_address_is_the_one_that_is_called() -> None:
     ((path, headers, _),) = ops.got
     assert path == "/hook?a=1"
     assert headers["host"] == f"hooks.example:{ops.port}"
+
+
+def test_tls_must_prove_the_name_in_the_url() -> None:
+    """The connection goes to the checked address, and still asks for, and checks, the URL's host."""
+    names: list[str | None] = []
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(Path(__file__).parent / "data" / "hooks.example.pem")
+    tls.sni_callback = lambda _socket, name, _context: names.append(name)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), tls.wrap_socket(connection, server_side=True):
+                pass
+            connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            post(
+                f"https://hooks.example:{port}/", b"{}", {}, allow_private=True, timeout_s=5,
+                resolver=lambda *_: ["127.0.0.1"],
+            )  # fmt: skip
+        thread.join()
+    assert names == ["hooks.example"]
 
 
 def test_one_private_address_among_public_ones_is_refused() -> None:
