@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import structlog
@@ -158,11 +159,7 @@ class Engine:
             lost = AuditStatus.LOST if request.audited else AuditStatus.NOT_CHOSEN
             tick.settled.append(Settled(request.id, request.choice, lost))
         for row in [r for r in self.rows if r.request.id == request_id]:
-            if row.finished is None:
-                out = Output()
-                self._end(row, FinishReason.ABORT, out)
-                tick.deltas.append(out.delta(row))
-            self._let_go(row, tick)
+            self._break_off(row, FinishReason.ABORT, None, tick)
         return tick
 
     def tick(self) -> Tick:
@@ -178,7 +175,7 @@ class Engine:
         except Exception as error:
             log.exception("pass_failed", tier=plan.tier, rows=len(plan.rows))
             for row in plan.rows:
-                self._fail(row, str(error), tick)
+                self._break_off(row, FinishReason.ERROR, str(error), tick)
             return tick
         after = self._after_small if plan.tier is Tier.SMALL else self._after_large
         for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
@@ -200,11 +197,12 @@ class Engine:
         """Rows whose client still waits."""
         return sum(row.finished is None for row in self.rows)
 
-    def _fail(self, row: Row, error: str, tick: Tick) -> None:
-        """A pass broke: its rows end with an error; one already finished just loses its last signals."""
+    def _break_off(self, row: Row, reason: FinishReason, error: str | None, tick: Tick) -> None:
+        """End a row where it stands; one already finished just loses its last signals and labels."""
         if row.finished is None:
             out = Output()
-            self._end(row, FinishReason.ERROR, out, error=error)
+            self._discard(row, row.drafts, tick)
+            self._end(row, reason, out, error=error)
             tick.deltas.append(out.delta(row))
         self._let_go(row, tick)
 
@@ -524,7 +522,8 @@ class Engine:
         stops = step.token_id in sampling.stop_token_ids
         ends = not sampling.ignore_eos and step.token_id in self.tokenizer.eos_ids
         if not (stops or ends) or sampling.include_stop_str_in_output:
-            out.text.append(row.text.push(step.token_id))
+            may_stop = step.idx + 1 >= sampling.min_tokens
+            out.text.append(row.text.push(step.token_id, may_stop=may_stop))
         if stops or ends:
             self._end(row, FinishReason.STOP, out, stop=step.token_id if stops else None)
         elif row.text.stopped is not None:
@@ -545,7 +544,7 @@ class Engine:
     ) -> None:
         """Say how the answer ended and release what text was held back."""
         row.timings.finished = self.clock()
-        row.finished = out.finished = Finished(reason, row.counts, row.timings, stop, error)
+        row.finished = out.finished = Finished(reason, replace(row.counts), row.timings, stop, error)
         out.text.append(row.text.flush())
 
     def _settle(self, row: Row, tick: Tick) -> None:

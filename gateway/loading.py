@@ -46,9 +46,7 @@ def load_worker(
     device = config.models.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("models.device: there is no CUDA device")
-    tokenizer, other = Tokenizer.load(large), Tokenizer.load(small)
-    if tokenizer.fingerprint != other.fingerprint:
-        raise ConfigError("models.small: its tokenizer differs from the large model's")
+    tokenizer = Tokenizer.load(large)
     quantize = _quantization(config, dtype)
     models = [
         CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize[tier])

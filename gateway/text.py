@@ -153,11 +153,15 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
 
-    def push(self, token_id: int) -> str:
-        """Text released now: never half a character, never what may turn into a stop string."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Text released now: never half a character, never what may turn into a stop string.
+
+        may_stop False (min_tokens is not reached): no stop string may end, or begin, with this token.
+        """
         if self.stopped is not None or token_id in self._skipped:
             return ""
-        return self._release(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        return self._release(text) if may_stop else text
 
     def flush(self) -> str:
         """Text still held back at the end; empty after a stop."""

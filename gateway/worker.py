@@ -100,8 +100,9 @@ class Worker:
 
     @property
     def kv_usage(self) -> float:
-        """Share of KV blocks in use, 0..1."""
-        return 1 - self.engine.pool.num_free / self.engine.pool.num_blocks
+        """Share of KV blocks that rows hold, 0..1; what is kept only for its prefix is given up on demand."""
+        pool = self.engine.pool
+        return 1 - (pool.num_free + self.engine.prefixes.num_blocks) / pool.num_blocks
 
     def start(self) -> None:
         """Start the thread."""

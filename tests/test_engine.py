@@ -580,6 +580,13 @@ def test_no_end_before_min_tokens() -> None:
         assert END not in got.tokens[:5]
 
 
+def test_no_stop_string_before_min_tokens() -> None:
+    """As vLLM has it: stop strings count from the min_tokens-th token on."""
+    assert spelled(max_tokens=3, stop=("a",)).text == ""
+    late = spelled(max_tokens=3, stop=("a", "c"), min_tokens=3)
+    assert (late.text, late.finished.reason) == ("ab", FinishReason.STOP)
+
+
 def test_an_ignored_end_is_just_a_token() -> None:
     says = spelling({G: [A, B]}, VOCAB)
     got = decode_one(engine(says, says), ask_for(prompt=(G,), max_tokens=5, ignore_eos=True))
@@ -714,6 +721,18 @@ def test_cancelling_in_any_state_frees_everything_at_once(policy: Policy) -> Non
                 r.large_choice is not None for r in was.output
             )
         assert not e.cancel("c").deltas
+
+
+def test_drafts_that_wait_when_a_request_is_cancelled_are_discarded_on_the_tape() -> None:
+    says = spelling({G: [A, B, C, D]}, VOCAB)
+    e = engine(says, says)
+    e.add(ask_for("c", (G,), policy=Policy(protect_first=0, threshold=0.0, lookup=False), max_tokens=8))
+    for _ in range(3):
+        e.tick()
+    tick = e.cancel("c")
+    assert [(s.idx, s.token_id, s.outcome) for s in tick.steps] == [
+        (i, token, Outcome.DISCARDED) for i, token in enumerate((A, B, C))
+    ]
 
 
 def test_cancelling_one_request_touches_no_other() -> None:
