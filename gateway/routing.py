@@ -55,7 +55,7 @@ class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Meta(description="most consecutive tokens not written by the large model"),
     ] = None
     small_repetition_penalty: Annotated[
-        Annotated[float, Meta(gt=0.0, le=100.0)] | None,
+        Annotated[float, Meta(ge=0.01, le=100.0)] | None,
         Meta(description="repetition penalty on the small model's proposals only"),
     ] = None
     lookup: Annotated[

@@ -74,7 +74,7 @@ class DecodingRequest(Body, frozen=True, kw_only=True):
     ) = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     user: Label | None = None

@@ -123,6 +123,23 @@ def test_penalties_change_the_answer(client: openai.OpenAI) -> None:
     assert plain != text(client, **greedy, extra_body={"repetition_penalty": 2.0})
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 5e-324},
+        {"temperature": 1e-4},
+        {"top_p": 5e-324},
+        {"extra_body": {"repetition_penalty": 0.01}},
+        {"extra_body": {"repetition_penalty": 100}},
+        {"extra_body": {"routing": {"small_repetition_penalty": 0.01, "protect_first": 0}}},
+        {"logit_bias": {str(i): -100 for i in range(256)}},
+        {"presence_penalty": 2, "frequency_penalty": -2},
+    ],
+)
+def test_the_ends_of_the_ranges_are_served(client: openai.OpenAI, extreme: dict[str, Any]) -> None:
+    assert client.completions.create(model="tiny", prompt="Hello", max_tokens=12, **extreme).choices
+
+
 def test_top_k_one_is_greedy(client: openai.OpenAI) -> None:
     greedy = text(client, temperature=0)
     assert greedy == text(client, extra_body={"top_k": 1})

@@ -65,6 +65,7 @@ def error(kind: Any, body: Any) -> BodyError:
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"stream": 1}, "stream"),
         ({"stream_options": {"usage": True}}, "stream_options.usage"),
         ({"model": 3}, "model"),

@@ -18,6 +18,7 @@ from gateway.wire import BodyError, CompletionRequest, DecodingRequest, fields
 
 COMPLETION_MAX_TOKENS = 16
 """Completions' default max_tokens (contract: HTTP)."""
+LEAST_TEMPERATURE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _sampling(body: DecodingRequest, max_tokens: int, tokenizer: Tokenizer) -> S
     return Sampling(
         max_tokens=max_tokens,
         seed=body.seed if body.seed is not None else secrets.randbits(63),
-        temperature=_or(body.temperature, 1.0),
+        temperature=_temperature(body.temperature),
         top_k=max(0, body.top_k or 0),
         top_p=_or(body.top_p, 1.0),
         min_p=body.min_p or 0.0,
@@ -225,6 +226,12 @@ def _check_length(num_prompt: int, max_tokens: int, max_model_len: int, field: s
             field,
             "context_length_exceeded",
         )
+
+
+def _temperature(asked: float | None) -> float:
+    """So low a temperature is the limit itself: dividing by it would overflow."""
+    temperature = _or(asked, 1.0)
+    return temperature if temperature >= LEAST_TEMPERATURE else 0.0
 
 
 def _or(value: float | None, default: float) -> float:
