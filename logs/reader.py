@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 
+from logs.results import fetch_rows, fetch_table, split
 from logs.schema import REQUESTS, VERSION, names, version_of
 from logs.segments import FOLDER, Segment, found, listed, spanning
 from logs.summary import by_trace, summary
@@ -24,7 +23,6 @@ FIRST_SEGMENTS = 4
 """Segments looked into at first for a page that the live rows do not fill."""
 
 _HEAVY = ("prompt_ids", "prompt_text", "answer_text", "params")
-_JSON = ("policy", "sampling", "params", "stop")
 _ALL_COLUMNS = names("requests")
 _LIST_COLUMNS = tuple(c.name for c in REQUESTS if c.name not in _HEAVY)
 STEP_COLUMNS = tuple(name for name in names("steps") if name != "trace_no")
@@ -155,7 +153,7 @@ class Reader:
         if self._live_version is None:
             return []
         columns = ", ".join(name for name in names(table) if name != "request_id")
-        found = _table(
+        found = fetch_table(
             self._new_cursor(),
             f"SELECT {columns} FROM {table} WHERE request_id = ? ORDER BY ts",
             [request_id],
@@ -182,7 +180,7 @@ class Reader:
         source = self._from("steps", needed, place.segments, live=place.live)
         numbers = ", ".join(map(str, place.numbers)) or "NULL"
         low, high = 0 if start is None else int(start), 2**31 - 1 if stop is None else int(stop)
-        return _table(
+        return fetch_table(
             query,
             f"SELECT {', '.join(columns)} FROM {source} WHERE trace_no IN ({numbers})"
             f" AND request_id = ? AND choice = ? AND idx >= {low} AND idx < {high} ORDER BY seq",
@@ -202,7 +200,7 @@ class Reader:
                 query = self._cursor()
                 segments = self._holding(query, last + 1, end)
                 source = self._from("requests", (*_LIST_COLUMNS, *FILTERED), segments)
-                rows = _rows(
+                rows = fetch_rows(
                     query,
                     f"SELECT {', '.join(_LIST_COLUMNS)} FROM {source} WHERE trace_no IN"
                     f" (SELECT DISTINCT trace_no FROM {source} WHERE {where} AND trace_no > {last}"
@@ -214,13 +212,13 @@ class Reader:
                     break
                 first, last = rows[0]["trace_no"], rows[-1]["trace_no"]
                 steps = self._from("steps", _with(columns, "trace_no", "choice", "seq"), segments)
-                table = _table(
+                table = fetch_table(
                     query,
                     f"SELECT trace_no AS _no, choice AS _choice, {', '.join(columns)} FROM {steps}"
                     f" WHERE trace_no BETWEEN {first} AND {last} ORDER BY trace_no, choice, seq",
                     [],
                 )
-                yield from _split(rows, table)
+                yield from split(rows, table)
             last = max(last, end)
 
     def sql(self, table: str, columns: Sequence[str]) -> str:
@@ -229,7 +227,7 @@ class Reader:
 
     def query(self, text: str, values: Sequence[object] = ()) -> pa.Table:
         """The result of a query of one's own."""
-        return _table(self._cursor(), text, values)
+        return fetch_table(self._cursor(), text, values)
 
     def segments(self) -> list[Segment]:
         """The closed parts of the tape, by first trace number."""
@@ -274,7 +272,7 @@ class Reader:
             return []
         holding = [s for s in segments if any(s.first_no <= n <= s.last_no for n in numbers)]
         source = self._from("requests", _with(columns, "answer_text"), holding, live)
-        return _rows(
+        return fetch_rows(
             query,
             f"SELECT {', '.join(columns)}, left(answer_text, {PREVIEW_CHARS}) AS answer_preview FROM {source}"
             f" WHERE trace_no BETWEEN {min(numbers)} AND {max(numbers)}"
@@ -341,35 +339,3 @@ def _before(cursor: str | None) -> int:
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
         raise BadCursor(f"cursor {cursor[:40]!r} is not one that a page of traces returned")
     return int(cursor)
-
-
-def _rows(query: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object]) -> list[dict[str, Any]]:
-    found = query.execute(sql, list(values))
-    names = [column[0] for column in found.description or ()]
-    rows = [dict(zip(names, row, strict=True)) for row in found.fetchall()]
-    for row in rows:
-        for name in _JSON:
-            if row.get(name) is not None:
-                row[name] = json.loads(row[name])
-    return rows
-
-
-def _table(query: duckdb.DuckDBPyConnection, sql: str, values: Sequence[object]) -> pa.Table:
-    relation = query.sql(sql, params=list(values))
-    assert relation is not None
-    return relation.to_arrow_table()
-
-
-def _split(rows: list[dict[str, Any]], table: pa.Table) -> Iterator[tuple[dict[str, Any], pa.Table]]:
-    """Each row with its slice of a table sorted by (_no, _choice)."""
-    numbers, choices = table["_no"].to_numpy(), table["_choice"].to_numpy()
-    table = table.drop_columns(["_no", "_choice"]).combine_chunks()
-    changes = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(choices) != 0)) + 1
-    starts = [0, *changes.tolist()] if len(numbers) else []
-    ends = [*changes.tolist(), len(numbers)]
-    slices = {
-        (int(numbers[start]), int(choices[start])): (start, end - start)
-        for start, end in zip(starts, ends, strict=False)
-    }
-    for row in rows:
-        yield row, table.slice(*slices.get((row["trace_no"], row["choice"]), (0, 0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,18 +18,14 @@ from gateway.core import PassRecord, Settled, Step, Tick
 from gateway.request import Trace
 from logs.batch import Batch, Key, begin
 from logs.feedback import Feedback
+from logs.lives import Lives
 from logs.reader import Reader
 from logs.redact import Redact, RedactionFailed
-from logs.rows import Capture, Decode, Life
-from logs.segments import Segment, adopt, verify
+from logs.repair import adopt, verify
+from logs.rows import Capture, Decode
+from logs.segments import Segment
 from logs.tape import Tape, open_tape
 from logs.upkeep import Keep, Upkeep
-
-FINISHED_KEPT = 1024
-"""Choices remembered after their end until they settle, so that a late audit reaches their request row."""
-
-NUMBERS_KEPT = 20_000
-"""Request ids whose trace number is remembered, for their later choices and late audits."""
 
 log = structlog.get_logger("logs.recorder")
 
@@ -101,10 +97,7 @@ class Recorder:
         self._depth = 0
         self._open: set[Key] = set()
         self._lost: set[Key] = set()
-        self._lives: dict[Key, Life] = {}
-        self._ended: OrderedDict[Key, None] = OrderedDict()
-        self._numbers: OrderedDict[str, int] = OrderedDict()
-        self._next_no = begin(self._connection)
+        self._lives = Lives(self._batch, begin(self._connection), self._count_dropped)
         self._last_warning = float("-inf")
         self._closed = False
         self._upkeep = Upkeep(self._tape.cursor, data_dir, self._writing, keep or Keep())
@@ -251,75 +244,26 @@ class Recorder:
                 due = None
 
     def _fold(self, item: _Admitted | _Ended | _Steps | _Settled) -> None:
-        batch = self._batch
         if isinstance(item, _Steps):
-            batch.handed_over += item.size
+            self._batch.handed_over += item.size
             if item.passed is not None:
-                batch.passes.append(item.passed)
+                self._batch.passes.append(item.passed)
             for step in item.steps:
-                self._fold_step(step, restated=False)
+                self._lives.step(step, restated=False)
             for step in item.restated:
-                self._fold_step(step, restated=True)
-            return
-        if isinstance(item, _Settled):
-            batch.handed_over += len(item.settled)
+                self._lives.step(step, restated=True)
+        elif isinstance(item, _Settled):
+            self._batch.handed_over += len(item.settled)
             for settled in item.settled:
-                self._settle(settled)
-            return
-        batch.handed_over += 1
-        request = item.trace.request
-        key = (request.id, request.choice)
-        life = self._lives.get(key)
-        if life is None:
-            life = self._lives[key] = Life(self._number(request.id), item.trace)
-        life.trace = item.trace
-        batch.requests[key] = life
-        if isinstance(item, _Ended):
-            life.incomplete = life.incomplete or key in self._lost
+                self._lives.settle(settled)
+        elif isinstance(item, _Ended):
+            self._batch.handed_over += 1
+            key = (item.trace.request.id, item.trace.request.choice)
+            self._lives.end(item.trace, lost=key in self._lost)
             self._lost.discard(key)
-            if life.audit is not None:
-                del self._lives[key]
-                return
-            self._ended[key] = None
-            while len(self._ended) > FINISHED_KEPT:
-                oldest, _ = self._ended.popitem(last=False)
-                del self._lives[oldest]
-
-    def _fold_step(self, step: Step, restated: bool) -> None:
-        key = (step.request_id, step.choice)
-        life = self._lives.get(key)
-        number = life.trace_no if life is not None else self._numbers.get(step.request_id)
-        if number is None:
-            self._count_dropped("unknown_request", 1)
-            return
-        if life is not None:
-            if life.incomplete:
-                # A gap must stay the last thing a trace has: what remains is a prefix that replays.
-                self._count_dropped("incomplete", 1)
-                return
-            life.see(step)
-            if key in self._ended:
-                self._batch.requests[key] = life
-        self._batch.put(step, number, restated)
-
-    def _settle(self, settled: Settled) -> None:
-        key = (settled.request_id, settled.choice)
-        life = self._lives.get(key)
-        if life is None:
-            return
-        life.audit = settled.audit
-        if key in self._ended:
-            self._batch.requests[key] = life
-            del self._ended[key], self._lives[key]
-
-    def _number(self, request_id: str) -> int:
-        number = self._numbers.get(request_id)
-        if number is None:
-            number = self._numbers[request_id] = self._next_no
-            self._next_no += 1
-            if len(self._numbers) > NUMBERS_KEPT:
-                self._numbers.popitem(last=False)
-        return number
+        else:
+            self._batch.handed_over += 1
+            self._lives.admit(item.trace)
 
     def _commit(self) -> None:
         batch = self._batch
@@ -336,16 +280,14 @@ class Recorder:
             what = f"{type(error).__name__}: {error}"
             log.error("tape_write_failed", cause=cause, rows=handed_over, error=what)
             self._count_dropped(cause, handed_over)
-            for life in batch.lives(self._lives):
-                life.incomplete = True
-            batch.clear()
-            self._recover()
+            self._lives.lose_batch()
+            self._reopen_if_closed()
         with self._lock:
             self._depth -= handed_over
         if self._on_flush is not None:
             self._on_flush(time.perf_counter() - began)
 
-    def _recover(self) -> None:
+    def _reopen_if_closed(self) -> None:
         """Open the file again if the error closed it; until that works, rows are counted as dropped."""
         try:
             self._connection.execute("SELECT 1")

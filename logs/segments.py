@@ -69,7 +69,7 @@ def listed(query: duckdb.DuckDBPyConnection) -> list[Segment]:
 
 def found(data_dir: Path) -> list[Segment]:
     """The complete segments in the folder, without a tape to list them; raises duckdb.Error on damage."""
-    return [describe(path, data_dir) for path in _complete(data_dir)]
+    return [describe(path, data_dir) for path in complete(data_dir)]
 
 
 def describe(requests_file: Path, data_dir: Path) -> Segment:
@@ -123,60 +123,6 @@ def compact(
     return made
 
 
-def adopt(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
-    """Enter complete segments that no tape lists (a crash while moving, a tape that was set aside).
-
-    Files of a move that never completed are removed: their rows are still in the live tables. Damaged
-    segments are set aside with a loud line.
-    """
-    known = {(segment.dt, segment.name) for segment in listed(query)}
-    for path in (data_dir / FOLDER).glob("*/dt=*/*"):
-        if (
-            not (data_dir / FOLDER / "requests" / path.parent.name / path.name).exists()
-            or path.suffix == ".tmp"
-        ):
-            path.unlink()
-    adopted: list[Segment] = []
-    for path in _complete(data_dir):
-        if (path.parent.name.removeprefix("dt="), path.name) in known:
-            continue
-        try:
-            segment = describe(path, data_dir)
-        except (duckdb.Error, OSError) as error:
-            _set_aside(path, data_dir, str(error))
-            continue
-        query.begin()
-        for table, key in (("steps", ("request_id", "choice")), ("requests", ("request_id", "choice")),
-                           ("passes", ("pass_id", "ts"))):  # fmt: skip
-            source = "requests" if table == "steps" else table
-            match = " AND ".join(f"{table}.{name} = a.{name}" for name in key)
-            query.execute(
-                f"DELETE FROM {table} USING"
-                f" (SELECT DISTINCT {', '.join(key)} FROM read_parquet(?)) a WHERE {match}",
-                [str(segment.path(data_dir, source))],
-            )
-        _enter(query, data_dir, segment)
-        query.commit()
-        adopted.append(segment)
-        log.warning("tape_segment_adopted", name=segment.name, day=segment.dt, steps=segment.num_steps)
-    return adopted
-
-
-def verify(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
-    """Read every listed segment through; damaged or missing ones are set aside, loudly, and returned."""
-    damaged: list[Segment] = []
-    for segment in listed(query):
-        try:
-            for table in MOVED_TABLES:
-                path = str(segment.path(data_dir, table))
-                query.execute("SELECT max(hash(t)) FROM read_parquet(?) t", [path]).fetchone()
-        except duckdb.Error as error:
-            _forget(query, segment)
-            _set_aside(segment.path(data_dir, "requests"), data_dir, str(error))
-            damaged.append(segment)
-    return damaged
-
-
 def expire(
     query: duckdb.DuckDBPyConnection,
     data_dir: Path,
@@ -194,7 +140,7 @@ def expire(
         too_much = max_bytes is not None and total > max_bytes
         if not (too_old or too_much):
             continue
-        _forget(query, segment)
+        forget(query, segment)
         # Requests first: without that file the others are no segment, should the process die here.
         for table in reversed(MOVED_TABLES):
             segment.path(data_dir, table).unlink(missing_ok=True)
@@ -297,7 +243,7 @@ def _move(
         try:
             for table in MOVED_TABLES:
                 query.execute(f"DELETE FROM {table} WHERE {rows[table]}")
-            _enter(query, data_dir, segment)
+            enter(query, data_dir, segment)
             query.commit()
         except BaseException:
             query.rollback()
@@ -305,7 +251,8 @@ def _move(
     return segment
 
 
-def _enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -> None:
+def enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -> None:
+    """Put a segment on the tape's list, within the caller's transaction."""
     marks = ", ".join("?" for _ in names("segments"))
     values = [getattr(segment, name) for name in names("segments")]
     query.execute(f"INSERT INTO segments VALUES ({marks})", values)
@@ -315,26 +262,18 @@ def _enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -
     )
 
 
-def _forget(query: duckdb.DuckDBPyConnection, segment: Segment) -> None:
+def forget(query: duckdb.DuckDBPyConnection, segment: Segment) -> None:
+    """Take a segment off the tape's list."""
     query.begin()
     for table in ("segments", "moved"):
         query.execute(f"DELETE FROM {table} WHERE name = ? AND dt = ?", [segment.name, segment.dt])
     query.commit()
 
 
-def _complete(data_dir: Path) -> list[Path]:
+def complete(data_dir: Path) -> list[Path]:
+    """The requests files of the complete segments in the folder."""
     paths = (data_dir / FOLDER / "requests").glob("dt=*/*.parquet")
     return sorted(path for path in paths if _NAME.fullmatch(path.name))
-
-
-def _set_aside(path: Path, data_dir: Path, reason: str) -> None:
-    folder = data_dir / "quarantine"
-    folder.mkdir(exist_ok=True)
-    for table in MOVED_TABLES:
-        part = data_dir / FOLDER / table / path.parent.name / path.name
-        if part.exists():
-            part.rename(folder / f"{table}-{path.parent.name}-{path.name}")
-    log.error("tape_segment_quarantined", name=path.name, reason=reason.splitlines()[0])
 
 
 def _parse(name: str) -> tuple[int, int, int]:

@@ -173,7 +173,7 @@ def test_a_move_cut_short_neither_loses_nor_doubles(recorder, tmp_path, monkeypa
 
     with monkeypatch.context() as broken:
         if at == "delete":
-            broken.setattr(segments, "_enter", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            broken.setattr(segments, "enter", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         else:
             broken.setattr(segments.Path, "rename", dies)
         with pytest.raises(KeyboardInterrupt):
