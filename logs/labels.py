@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from gateway.policy import Policy
 from gateway.whatif import NUM_BINS, Labels
-from logs.reader import FILTERED, Reader, TraceFilter
+from logs.reader import Reader, TraceFilter
 
-MOST_LABELS = 2_000_000
-"""Newest labels taken: more would cost memory and sharpen nothing."""
+MOST_TRACES = 5000
+"""Newest traces whose labels are taken: more would cost seconds and sharpen little."""
 
 _COLUMNS = (
     "trace_no", "choice", "outcome", "reason", "gap", "entropy", "run_length", "ema_acceptance", "propensity",
@@ -44,20 +44,20 @@ class Labelled:
 
 
 def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None) -> Labelled:
-    """The labels of the traces that the filters let through, scored as the policy would.
+    """The labels of the newest MOST_TRACES traces that the filters let through, scored as the policy would.
 
     One label a position: where the small model proposed and the large model's own choice is known. Drafts
     that were thrown away unexamined have none; a recovered token repeats its rejected draft and is left out.
     """
-    where, values = (filters or TraceFilter()).where()
-    requests, steps = reader.sql("requests", FILTERED), reader.sql("steps", _COLUMNS)
+    numbers = reader.newest(MOST_TRACES, filters) or [0]
+    span = (numbers[-1], numbers[0])
     found = reader.query(
-        f"SELECT {', '.join('s.' + name for name in _COLUMNS)} FROM {steps} s"
-        " WHERE s.audit_agrees IS NOT NULL AND s.gap IS NOT NULL"
-        " AND s.outcome NOT IN ('recovered', 'discarded', 'forced')"
-        f" AND s.trace_no IN (SELECT trace_no FROM {requests} WHERE {where})"
-        f" ORDER BY s.ts DESC LIMIT {MOST_LABELS}",
-        values,
+        f"SELECT {', '.join(_COLUMNS)} FROM {reader.sql('steps', _COLUMNS, span)}"
+        f" WHERE trace_no BETWEEN {span[0]} AND {span[1]}"
+        " AND audit_agrees IS NOT NULL AND gap IS NOT NULL"
+        " AND outcome NOT IN ('recovered', 'discarded', 'forced')"
+        " AND trace_no IN (SELECT unnest(?))",
+        [numbers],
     )
     columns = {name: found[name].to_numpy() for name in ("gap", "entropy", "run_length", "ema_acceptance")}
     propensity = found["propensity"].fill_null(1.0).to_numpy()

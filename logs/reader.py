@@ -221,9 +221,17 @@ class Reader:
                 yield from split(rows, table)
             last = max(last, end)
 
-    def sql(self, table: str, columns: Sequence[str]) -> str:
-        """A relation over all of a table, live and segments, for queries of one's own with `query`."""
-        return self._from(table, columns, self._segments(self._cursor()))
+    def sql(self, table: str, columns: Sequence[str], span: tuple[int, int] = (0, _LATEST)) -> str:
+        """A relation over a table, live and segments, for queries of one's own with `query`.
+
+        span: trace numbers beyond which rows may be left out (they need not be).
+        """
+        return self._from(table, columns, self._holding(self._cursor(), *span))
+
+    def newest(self, most: int, filters: TraceFilter | None = None) -> list[int]:
+        """The numbers of the newest traces that the filters let through, newest first."""
+        query = self._cursor()
+        return self._page(query, self._segments(query), most, _LATEST, filters or TraceFilter())
 
     def query(self, text: str, values: Sequence[object] = ()) -> pa.Table:
         """The result of a query of one's own."""
