@@ -11,6 +11,8 @@ from urllib.parse import quote
 
 import httpx
 
+from replay_ui.offline import TapeTransport, data_dir
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -41,11 +43,15 @@ def transport() -> httpx.BaseTransport | None:
 
 @dataclass
 class Gateway:
-    """One gateway, asked over HTTP. key: bearer token, kept in memory only."""
+    """One gateway, asked over HTTP. key: bearer token, kept in memory only.
+
+    offline: the last call was answered from the tape's files, because the gateway cannot be reached.
+    """
 
     url: str
     key: str | None = None
     model: str | None = None
+    offline: bool = False
     _texts: dict[int, str] = field(default_factory=dict)
     _http: httpx.Client | None = None
 
@@ -79,11 +85,28 @@ class Gateway:
                 "It may be busy: try again, or look at Live.",
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL):
-            raise Problem(
-                "down",
-                f"The gateway at {self.url} cannot be reached.",
-                "Start it with `make serve` (or `tokentape serve`), or set TOKENTAPE_URL to where it runs.",
-            ) from None
+            return self._from_tape(method, path, params, body)
+        self.offline = False
+        if answer.is_success:
+            return answer
+        raise _problem(answer, path)
+
+    def _from_tape(
+        self, method: str, path: str, params: Mapping[str, Any] | None, body: Any
+    ) -> httpx.Response:
+        down = Problem(
+            "down",
+            f"The gateway at {self.url} cannot be reached.",
+            "Start it with `make serve` (or `tokentape serve`), or set TOKENTAPE_URL to where it runs.",
+        )
+        directory = data_dir()
+        if directory is None or not directory.is_dir():
+            raise down
+        with httpx.Client(base_url=self.url, transport=TapeTransport(directory)) as tape:
+            answer = tape.request(method, path, params=params, json=body)
+        if answer.status_code == 503 or _problem(answer, path).kind == "unsupported":
+            raise down
+        self.offline = True
         if answer.is_success:
             return answer
         raise _problem(answer, path)
@@ -147,7 +170,10 @@ class Gateway:
                 )
                 self._texts[token] = str(answer["prompt"])
             except Problem as problem:
-                if problem.kind in {"down", "denied"}:
+                if problem.kind == "down":
+                    # Not remembered: the gateway may be back at the next step.
+                    break
+                if problem.kind == "denied":
                     raise
                 self._texts[token] = f"#{token}"
         return self._texts

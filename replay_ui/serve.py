@@ -9,8 +9,11 @@ LIGHT = {"primaryColor": "#0072B2", "backgroundColor": "#ffffff", "secondaryBack
 DARK = {"primaryColor": "#56B4E9", "backgroundColor": "#14171c", "secondaryBackgroundColor": "#1f242b"}
 
 
-def command(port: int, gateway_url: str, host: str = "127.0.0.1") -> list[str]:
-    """argv that serves the UI on host:port for the gateway at gateway_url; no telemetry, no file watching."""
+def command(port: int, gateway_url: str, host: str = "127.0.0.1", data_dir: Path | None = None) -> list[str]:
+    """argv that serves the UI on host:port for the gateway at gateway_url; no telemetry, no file watching.
+
+    data_dir: the gateway's tape, read in its place while the gateway is down.
+    """
     options = {
         "server.port": port,
         "server.address": host,
@@ -28,4 +31,5 @@ def command(port: int, gateway_url: str, host: str = "127.0.0.1") -> list[str]:
     }
     app = Path(__file__).with_name("app.py")
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "streamlit", "run", *flags, str(app), "--", "--gateway", gateway_url]
+    own = ["--gateway", gateway_url] + (["--data-dir", str(data_dir)] if data_dir else [])
+    return [sys.executable, "-m", "streamlit", "run", *flags, str(app), "--", *own]

@@ -70,6 +70,11 @@ def guard(page: Callable[[], None]) -> Callable[[], None]:
             page()
         except Problem as problem:
             show(problem)
+        if gateway().offline:
+            st.caption(
+                ":material/cloud_off: The gateway cannot be reached: this is the tape on disk, read-only. "
+                "What-if, fork and live numbers need the gateway."
+            )
 
     guarded.__name__ = page.__module__.rsplit(".", 1)[-1]
     return guarded
