@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.core import Accept, Mode, Reason, Tier
 from gateway.policy import Policy
 from gateway.replay import COLUMNS, replay
+from gateway.whatif import what_if
 from logs.rows import Capture, step_table
 
 VOCABULARY = 8
@@ -63,6 +64,19 @@ def test_every_decision_of_the_engine_replays(policy, budget, temperature, seed)
 
     assert result.mismatches == []
     assert result.decisions > 0 or not answer.output
+
+
+@settings(max_examples=50, deadline=None)
+@given(policies, st.none() | st.integers(2, 8), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
+def test_what_if_nothing_changed_then_nothing_flips(policy, budget, temperature, seed):
+    policy, answer = run(policy, budget=budget, temperature=temperature, seed=seed)
+    row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
+    steps = step_table(answer.tape, [1] * len(answer.tape), Capture.FULL)
+
+    found = what_if(row, steps, policy)
+
+    assert (found.flips, found.unknown) == ([], [])
+    assert found.exact_until is None
 
 
 @settings(max_examples=20, deadline=None)
