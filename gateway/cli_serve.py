@@ -62,7 +62,7 @@ def config_from(arguments: argparse.Namespace) -> Config:
 async def _serve(config: Config, keys: Keyring) -> int:
     from gateway.app import Gateway, listen, replay_ui_beside, url_of
     from gateway.journal import set_up_log
-    from gateway.loading import load_pair
+    from gateway.loading import load_worker
     from logs.redact import BadHook
     from logs.schema import TapeTooNew
     from logs.tape import TapeBusy, TapeUnwritable
@@ -70,7 +70,7 @@ async def _serve(config: Config, keys: Keyring) -> int:
     set_up_log(config.logs.level)
     with listen(config.server.host, config.server.port) as listener, contextlib.ExitStack() as beside:
         try:
-            gateway = Gateway(config, lambda observers: load_pair(config, observers), keys)
+            gateway = Gateway(config, lambda observers: load_worker(config, observers), keys)
         except (TapeBusy, TapeUnwritable, TapeTooNew) as error:
             raise ConfigError(f"logs.data_dir: {error}") from None
         except BadHook as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import structlog
 import torch
@@ -15,7 +17,7 @@ from gateway.config import Config, ConfigError
 from gateway.core import Tier
 from gateway.costs import SIZES, costs_of
 from gateway.engine import Engine
-from gateway.load import Load
+from gateway.load import CostTable, Load
 from gateway.lookup import AnswerStore
 from gateway.models import CausalLM, Quantize
 from gateway.prefix import PrefixCache
@@ -27,79 +29,109 @@ from gateway.worker import Observer, Worker
 
 log = structlog.get_logger("gateway")
 
-GPU_BLOCK_SIZE = 64
-"""Positions in a KV page on a GPU; on a CPU a block is a whole slot."""
+PAGE = 256
+"""Positions in a KV block where rows are paged; else a block is a whole slot, read without a copy."""
 
 
-def load_pair(config: Config, observers: Sequence[Observer]) -> Worker:
-    """The pair that the config names, fetched and converted where it is missing."""
-    pair = presets.resolve(config.models)
-    dtype = config.models.dtype or ("float32" if pair.name == "tiny" else "bfloat16")
-    return load_worker(config, pair.small, pair.large, dtype, observers)
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A pair in memory with its KV caches: what engines are made from, one at a time."""
 
+    small: CausalLM
+    large: CausalLM
+    tokenizer: Tokenizer
+    num_blocks: int
+    block_size: int
+    served: Served
+    costs: dict[Tier, CostTable] | None
 
-def load_worker(
-    config: Config, small: Path, large: Path, dtype: str, observers: Sequence[Observer]
-) -> Worker:
-    """Load both models of a pair and start the engine's thread; raises ConfigError naming the key."""
-    engine = config.engine
-    device = config.models.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("models.device: there is no CUDA device")
-    tokenizer = Tokenizer.load(large)
-    quantize = _quantization(config, dtype)
-    models = [
-        CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize[tier])
-        for tier, folder in ((Tier.SMALL, small), (Tier.LARGE, large))
-    ]
-    block_size = engine.max_model_len if device == "cpu" else GPU_BLOCK_SIZE
-    try:
-        num_blocks = num_blocks_for(
-            int(engine.kv_memory_gib * 2**30),
-            block_size,
-            [model.cache_shape for model in models],
-            most=engine.max_rows * -(-engine.max_model_len // block_size),
+    def engine(
+        self, scheduler: Scheduler, max_rows: int, max_model_len: int, **options: Unpack[EngineOptions]
+    ) -> Engine:
+        """An engine over this pair; options as for Engine."""
+        pool = BlockPool(self.num_blocks, self.block_size)
+        return Engine(
+            self.small,
+            self.large,
+            self.tokenizer,
+            pool,
+            scheduler,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            **options,
         )
-    except MemoryError as error:
-        raise ConfigError(str(error)) from None
-    for model in models:
-        model.allocate(num_blocks, block_size)
-    served = Served(
-        small_model=_name(config, small),
-        large_model=_name(config, large),
-        small_hash=model_hash(small),
-        large_hash=model_hash(large),
-        numerics=f"{device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}",
-        version=version("tokentape"),
-    )
-    load = None
-    if _adapts(config):
-        pair = {Tier.SMALL: models[0], Tier.LARGE: models[1]}
-        identity = f"{served.small_hash} {served.large_hash} {served.numerics}"
-        most = min(SIZES[-1], engine.max_model_len)
-        blocks = tuple(range(-(-most // block_size)))
-        load = Load(costs_of(pair, blocks, most, identity, cache_dir()))
+
+
+class EngineOptions(TypedDict, total=False):
+    """Engine's optional parts."""
+
+    load: Load | None
+    answers: AnswerStore | None
+    prefixes: PrefixCache | None
+
+
+def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
+    """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
+    loaded = load_pair(config, timed=_adapts(config))
+    engine = config.engine
     worker = Worker(
-        Engine(
-            models[0],
-            models[1],
-            tokenizer,
-            BlockPool(num_blocks, block_size),
+        loaded.engine(
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
-            max_rows=engine.max_rows,
-            max_model_len=engine.max_model_len,
-            load=load,
-            answers=_answers(config, tokenizer),
-            prefixes=PrefixCache(
-                min(engine.prefix_slots, num_blocks - 1) if device == "cpu" else engine.prefix_slots
-            ),
+            engine.max_rows,
+            engine.max_model_len,
+            load=None if loaded.costs is None else Load(loaded.costs),
+            answers=_answers(config, loaded.tokenizer),
+            prefixes=PrefixCache(engine.prefix_slots),
         ),
-        served,
+        loaded.served,
         observers,
         max_queue=engine.max_queue,
     )
     worker.start()
     return worker
+
+
+def load_pair(config: Config, *, timed: bool) -> Loaded:
+    """Load both models, make their caches, time passes if `timed`; raises ConfigError naming the key."""
+    device = config.models.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("models.device: there is no CUDA device")
+    pair = presets.resolve(config.models)
+    dtype = config.models.dtype or ("float32" if pair.name == "tiny" else "bfloat16")
+    quantize = _quantization(config, dtype)
+    small, large = (
+        CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize[tier])
+        for tier, folder in ((Tier.SMALL, pair.small), (Tier.LARGE, pair.large))
+    )
+    engine = config.engine
+    paged = device == "cuda" or set(quantize.values()) == {"int8"}
+    block_size = min(PAGE, engine.max_model_len) if paged else engine.max_model_len
+    try:
+        num_blocks = num_blocks_for(
+            int(engine.kv_memory_gib * 2**30),
+            block_size,
+            [small.cache_shape, large.cache_shape],
+            most=engine.max_rows * -(-engine.max_model_len // block_size),
+        )
+    except MemoryError as error:
+        raise ConfigError(str(error)) from None
+    for model in (small, large):
+        model.allocate(num_blocks, block_size)
+    served = Served(
+        small_model=_name(config, pair.small),
+        large_model=_name(config, pair.large),
+        small_hash=model_hash(pair.small),
+        large_hash=model_hash(pair.large),
+        numerics=f"{device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}",
+        version=version("tokentape"),
+    )
+    costs = None
+    if timed:
+        identity = f"{served.small_hash} {served.large_hash} {served.numerics}"
+        most = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
+        blocks = tuple(range(-(-most // block_size)))
+        costs = costs_of({Tier.SMALL: small, Tier.LARGE: large}, blocks, most, identity, cache_dir())
+    return Loaded(small, large, Tokenizer.load(pair.large), num_blocks, block_size, served, costs)
 
 
 def _is_tiny(config: Config) -> bool:
