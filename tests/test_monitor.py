@@ -46,7 +46,7 @@ from gateway.request import Trace
 from gateway.worker import Worker
 from logs import schema
 
-NUM_TOKENS = 20
+NUM_TOKENS = 8
 ROLLOUT = {"name": "cheap", "canary": {"accept": "trust", "threshold": 0.0}, "steps": [0.5], "min_step_s": 0}
 
 
@@ -163,7 +163,7 @@ class House:
         observer.on_finish(Trace(asked, SERVED, end, audit))
 
     def row(self, name: str, seq: int, policy: Policy, wrong: float) -> Step:
-        if seq < 10:
+        if seq < 4:
             return step(name, seq)
         agrees = self.random.random() >= wrong
         outcome = Outcome.KEPT if not policy.verified else Outcome.ACCEPTED if agrees else Outcome.REJECTED
