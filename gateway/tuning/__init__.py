@@ -1,0 +1,1 @@
+"""Choosing a policy: calibration with a guarantee, evaluation, learned routers, exports."""
