@@ -32,6 +32,9 @@ def zone() -> tzinfo:
 
 def go(page: str, **query: Any) -> NoReturn:
     """Open another page with these query parameters."""
+    # Replay must take what it is now told, though it may have been there before.
+    for name in ("arrived", "issued"):
+        st.session_state.pop(name, None)
     st.switch_page(PAGES[page], query_params={name: str(value) for name, value in query.items()})
 
 

@@ -138,6 +138,14 @@ def test_replay_buttons_and_scrub_bar_step(opened: Open) -> None:
     assert step(app) == 101
 
 
+def test_replay_keeps_its_place_however_far_one_walks(opened: Open) -> None:
+    app = opened("replay", trace="chatcmpl-8f2c", step="17")
+    app.button(key="b_forward").click().run()
+    app.session_state["issued"] = ["trace=chatcmpl-8f2c&step=99"]
+    app.button(key="b_forward").click().run()
+    assert step(app) == 19
+
+
 def test_replay_jumps_to_rejections_and_back(opened: Open, fake: FakeGateway) -> None:
     _, columns = fake.traces["chatcmpl-8f2c"]
     recovered = [i for i, o in zip(columns["idx"], columns["outcome"], strict=True) if o == "recovered"]
@@ -264,6 +272,8 @@ def test_advisor_slider_reads_both_axes(opened: Open) -> None:
     assert "<b>35 %</b>" in page
     assert "<b>0.9750</b>" in page
     assert "From 1,204 labels" in page
+    assert "<tr class=tt-differs><td>threshold too loose</td>" in page
+    assert "raise threshold to 0.62" in page
 
 
 def test_live_shows_what_the_metrics_say(opened: Open) -> None:

@@ -11,6 +11,7 @@ import altair as alt
 import streamlit as st
 
 from replay_ui import figures, view
+from replay_ui.client import Problem, listed
 from replay_ui.listing import AGES
 from replay_ui.session import gateway, zone
 
@@ -36,8 +37,9 @@ def page() -> None:
             "No audited tokens match, so there is nothing to advise from. Widen the filter, or raise "
             "`audit_rate` so that the large model scores more of what was not checked."
         )
-        return
-    body(curve, answer)
+    else:
+        body(curve, answer)
+    diagnosis(params)
 
 
 @st.fragment
@@ -61,6 +63,36 @@ def body(curve: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:
         )
     with left, st.container(key="a_chart"):
         st.altair_chart(chart(curve, chosen, answer), width="stretch")
+
+
+def diagnosis(params: Mapping[str, Any]) -> None:
+    """The usual causes of slowness and of lost quality, each with its measured share and what would help."""
+    try:
+        findings = listed(gateway().json("GET", "/v1/diagnose", params=params), "findings")
+    except Problem as problem:
+        if problem.kind != "unsupported":
+            raise
+        st.html(view.dim("This gateway does not diagnose: upgrade it to see the usual causes here."))
+        return
+    rows, marks = [], []
+    for f in findings:
+        share, limit = f.get("share"), float(f.get("limit") or 1.0)
+        bar = view.evidence("", "against", min((share or 0.0) / limit, 1.0), view.share(share))
+        rows.append(
+            (
+                view.inert(str(f.get("cause")), 80),
+                f'<div class="tt-evidence tt-short">{bar}</div>',
+                view.inert(str(f.get("evidence") or ""), 300),
+                view.inert(str(f.get("change") or ""), 300),
+            )
+        )
+        marks.append(share is not None and share >= limit)
+    if rows:
+        st.html(
+            view.table(
+                ("cause", "share, red line: worth acting on", "evidence", "what would help"), rows, marks
+            )
+        )
 
 
 def _source(answer: Mapping[str, Any]) -> str:
