@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gateway import cli_keys, cli_models, cli_replay, cli_serve, cli_ui
+from gateway import cli_bench, cli_keys, cli_models, cli_replay, cli_serve, cli_ui
 from gateway.config import ConfigError, markdown
 
 
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_models.add_to(commands)
     cli_replay.add_to(commands)
     cli_keys.add_to(commands)
+    cli_bench.add_to(commands)
     cli_ui.add_to(commands)
     config = commands.add_parser("config", help="print every key of the config file as Markdown tables")
     config.set_defaults(run=_print_config)

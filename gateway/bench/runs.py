@@ -1,0 +1,159 @@
+"""One measured run of prompts through an engine, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from gateway.core import Mode, Sampling, Tick, Tier
+from gateway.load import Load
+from gateway.loading import Loaded
+from gateway.policy import Policy
+from gateway.request import Request
+from gateway.scheduler import Scheduler
+
+LARGE_WAIT_S = 0.002
+PREFILL_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A named way to serve: a policy, and whether drafts are capped by their worth."""
+
+    name: str
+    policy: Policy
+    adapt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens per second over the decoding phase and what the tape says of it.
+
+    seconds: from the first row's first token to the end, so that prefill is apart. ttft_ms: median over rows.
+    itl_p50_ms, itl_p99_ms: time between a row's releases divided by their tokens. agreement: share of tokens
+    not written by the large model that are its own choice. host_share: time outside the model passes.
+    """
+
+    tokens_per_s: float
+    seconds: float
+    tokens: int
+    ttft_ms: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    small_share: float
+    large_share: float
+    lookup_share: float
+    acceptance: float | None
+    agreement: float | None
+    large_passes: int
+    small_passes: int
+    host_share: float
+    adapted: bool
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Bench:
+    """Runs settings over one loaded pair; a new engine each time, so that nothing is remembered."""
+
+    def __init__(self, loaded: Loaded, max_model_len: int) -> None:
+        self.loaded = loaded
+        self.max_model_len = max_model_len
+
+    def requests(self, setting: Setting, prompts: Sequence[str], max_tokens: int) -> list[Request]:
+        """One greedy request a prompt; answers run to max_tokens, so that every run does the same work."""
+        tokenizer = self.loaded.tokenizer
+        return [
+            Request(
+                id=f"bench-{i}",
+                choice=0,
+                prompt_ids=tuple(tokenizer.chat([{"role": "user", "content": prompt}])),
+                sampling=Sampling(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True),
+                policy=setting.policy,
+                policy_name=setting.name,
+                received=time.time(),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def run(self, setting: Setting, prompts: Sequence[str], max_tokens: int) -> Measured:
+        """All prompts at once, to the end."""
+        load = None
+        if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
+            load = Load(self.loaded.costs)
+        engine = self.loaded.engine(
+            Scheduler(LARGE_WAIT_S, PREFILL_CHUNK), len(prompts), self.max_model_len, load=load
+        )
+        for request in self.requests(setting, prompts, max_tokens):
+            engine.check(request)
+            engine.add(request)
+        gathered = _Gathered(time.perf_counter())
+        while not engine.idle:
+            gathered.take(engine.tick(), time.perf_counter())
+        return gathered.measured()
+
+
+class _Gathered:
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.gaps: list[float] = []
+        self.ended = began
+        self.written = {tier: 0 for tier in Tier}
+        self.passes = {tier: 0 for tier in Tier}
+        self.labels: dict[tuple[str, int], bool] = {}
+        self.drafted = self.accepted = 0
+        self.pass_ms = 0.0
+        self.early = 0
+        self.adapted = False
+
+    def take(self, tick: Tick, now: float) -> None:
+        if tick.passed is not None:
+            self.passes[tick.passed.tier] += 1
+            self.adapted |= tick.passed.adapted
+            if self.first:
+                self.pass_ms += tick.passed.ms
+        for delta in tick.deltas:
+            num = len(delta.steps)
+            if delta.request_id in self.last and num:
+                self.gaps += [(now - self.last[delta.request_id]) * 1e3 / num] * num
+            if delta.request_id not in self.first:
+                self.early += num if not self.first else 0
+                self.first[delta.request_id] = now
+            self.last[delta.request_id] = self.ended = now
+            for step in delta.steps:
+                self.written[step.tier] += 1
+            if delta.finished is not None:
+                self.drafted += delta.finished.counts.num_draft_tokens
+                self.accepted += delta.finished.counts.num_accepted_draft_tokens
+        for step in (*tick.steps, *tick.restated):
+            if step.written and step.tier is not Tier.LARGE and step.large_choice is not None:
+                self.labels[step.request_id, step.seq] = step.token_id == step.large_choice
+
+    def measured(self) -> Measured:
+        tokens = sum(self.written.values())
+        start = min(self.first.values())
+        seconds = self.ended - start
+        gaps = sorted(self.gaps)
+        ttft = sorted((at - self.began) * 1e3 for at in self.first.values())
+        return Measured(
+            tokens_per_s=(tokens - self.early) / seconds,
+            seconds=seconds,
+            tokens=tokens,
+            ttft_ms=ttft[len(ttft) // 2],
+            itl_p50_ms=gaps[len(gaps) // 2],
+            itl_p99_ms=gaps[int(len(gaps) * 0.99)],
+            small_share=self.written[Tier.SMALL] / tokens,
+            large_share=self.written[Tier.LARGE] / tokens,
+            lookup_share=self.written[Tier.LOOKUP] / tokens,
+            acceptance=self.accepted / self.drafted if self.drafted else None,
+            agreement=sum(self.labels.values()) / len(self.labels) if self.labels else None,
+            large_passes=self.passes[Tier.LARGE],
+            small_passes=self.passes[Tier.SMALL],
+            host_share=max(0.0, 1 - self.pass_ms / 1e3 / seconds),
+            adapted=self.adapted,
+        )
