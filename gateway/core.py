@@ -164,6 +164,7 @@ class Step:
     ts: float
     probe_u: float | None = None
     propensity: float | None = None
+    fact_value: float | None = None
 
     @property
     def written(self) -> bool:
@@ -266,11 +267,21 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """What the large model says of a prompt token, given those before: p_large = A(token), its top tokens."""
+
+    token_id: int
+    p_large: float
+    large_topk: TopK
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one tick adds to one choice, as the client sees it.
 
     text: newly released text (held back while it may turn into a stop string or is half a character).
     steps: the written steps committed in this tick, in output order.
+    prompt: the prompt's tokens from the second on, where they were asked for; with the first delta.
     """
 
     request_id: str
@@ -278,6 +289,7 @@ class Delta:
     text: str
     steps: tuple[Step, ...]
     finished: Finished | None = None
+    prompt: tuple[PromptToken, ...] = ()
 
 
 class AuditStatus(StrEnum):

@@ -181,7 +181,7 @@ class Engine:
         for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
             out = Output()
             row.seen[plan.tier] += num
-            after(row, said, stamp, out, tick)
+            after(row, row.take_prompt(said), stamp, out, tick)
             row.ready_since = self.clock()
             if out.steps:
                 tick.deltas.append(out.delta(row))
@@ -258,6 +258,8 @@ class Engine:
         return self.pool.can_allocate(length)
 
     def _reuse_prefix(self, row: Row) -> None:
+        if row.request.prompt_logprobs:
+            return
         found = self.prefixes.find(row.request.scope, row.request.prompt_ids)
         if found is None:
             return
@@ -394,14 +396,17 @@ class Engine:
         policy = row.request.policy
         left = row.most_tokens - history.num_written
         limit = min(policy.draft_length, max(1, left - 1)) if policy.verified else policy.draft_length
-        state = history.state(reading.token, limit, row.probe_u(step.idx))
+        fact = row.fact_value(step.idx, reading.token)
+        state = history.state(reading.token, limit, row.probe_u(step.idx), fact)
         decision = decide(policy, state, reading.signals)
         history.shadow(decision, reading.token, step.token_id)
         return {**decided(policy, decision), **state_columns(state), "audit_source": "shadow"}
 
     def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
         policy = row.request.policy
-        state = row.history.state(reading.token, row.draft_limit, row.probe_u(len(row.history.tokens)))
+        position = len(row.history.tokens)
+        fact = row.fact_value(position, reading.token)
+        state = row.history.state(reading.token, row.draft_limit, row.probe_u(position), fact)
         decision = decide(policy, state, reading.signals)
         proposal = Proposal(
             Tier.SMALL,
@@ -414,7 +419,7 @@ class Engine:
             row.seen[Tier.SMALL],
             row.seen[Tier.LARGE],
         )
-        if decision.reason is Reason.LOOP_GUARD:
+        if decision.reason in (Reason.LOOP_GUARD, Reason.FACT_GUARD):
             row.counts.guard_hits += 1
         if self.load is not None and policy.mode is Mode.ROUTED:
             self.load.saw_proposal(decision.action is Action.KEEP)
@@ -566,7 +571,9 @@ class Engine:
         if self.answers is not None and row.request.policy.lookup:
             self.answers.add(row.request.scope, row.sequence[row.num_prompt :])
         longest = max(row.seen.values())
-        kept = Kept(row.request.scope, tuple(row.sequence[:longest]), row.blocks, dict(row.seen))
+        num = self.pool.blocks_for(longest)
+        self.pool.release(row.blocks[num:])
+        kept = Kept(row.request.scope, tuple(row.sequence[:longest]), row.blocks[:num], dict(row.seen))
         for blocks in self.prefixes.keep(kept):
             self.pool.release(blocks)
         tick.settled.append(Settled(row.request.id, row.request.choice, row.audit))

@@ -24,6 +24,8 @@ class Request:
     audited: whether unverified tokens are shown to the large model after the answer is sent.
     scope: whose earlier prompts and answers may be reused for this request (a hash of the API key).
     constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
+    prompt_logprobs: whether the client wants the large model's view of the prompt; the first output token
+    must then be the large model's (policy: mode not small_only, protect_first >= 1).
     forced: given output tokens of a fork and the tier that wrote each in its parent.
     """
 
@@ -44,6 +46,7 @@ class Request:
     audited: bool = False
     forced: tuple[tuple[int, Tier], ...] = ()
     scope: str = ""
+    prompt_logprobs: bool = False
     constraint: Callable[[], Constraint] | None = None
 
 

@@ -14,17 +14,20 @@ from gateway.core import (
     Delta,
     Finished,
     Mode,
+    PromptToken,
     Reason,
+    Sampling,
     Signals,
     Step,
     Tier,
     Timings,
     TopK,
 )
+from gateway.facts import LOOK_BACK, looks_like_fact
 from gateway.lookup import NgramIndex
 from gateway.policy import Decision, History, State, decide_early
 from gateway.request import Request
-from gateway.sampling import Ask, Constraint, uniform
+from gateway.sampling import Ask, Constraint, Reading, uniform
 from gateway.text import TextStream, Tokenizer
 
 MODE = Decision(Action.DEFER, Reason.MODE)
@@ -100,6 +103,7 @@ class Row:
     seq: int = 0
     round: int = 0
     finished: Finished | None = None
+    prompt_read: list[PromptToken] = field(default_factory=list)
 
     @property
     def num_prompt(self) -> int:
@@ -158,15 +162,38 @@ class Row:
         """Positions of a feed whose logits are wanted: where a written step lacks something, and the next."""
         lacking = self.unsignalled if tier is Tier.SMALL else self.unlabelled
         first = next(iter(lacking)) if lacking else self._next_idx(tier)
+        if self._reads_prompt(tier):
+            first = 1 - self.num_prompt
         end = self.seen[tier] + num_tokens
         # The logits that decide output position i are those of the token before it.
         return max(0, end - max(self.seen[tier], self.num_prompt - 1 + first))
+
+    def _reads_prompt(self, tier: Tier) -> bool:
+        """Whether this pass owes the client the large model's view of prompt tokens."""
+        wanted = self.request.prompt_logprobs and tier is Tier.LARGE
+        return wanted and self.seen[tier] < self.num_prompt
+
+    def take_prompt(self, views: list[tuple[int, Reading]]) -> list[tuple[int, Reading]]:
+        """Keep what was read of the prompt (negative positions); the views of output positions are left."""
+        for position, reading in views:
+            if position < 0:
+                token = self.sequence[self.num_prompt + position]
+                self.prompt_read.append(PromptToken(token, reading.p_draft or 0.0, reading.topk))
+        return [view for view in views if view[0] >= 0]
 
     def probe_u(self, position: int) -> float | None:
         """The uniform in [0, 1) that may probe a position; None where the policy does not probe."""
         if not self.request.policy.probe_rate:
             return None
         return uniform(f"probe:{self.request.sampling.seed}:{self.request.choice}:{position}")
+
+    def fact_value(self, position: int, proposal: int) -> float:
+        """1 where a proposal for an output position looks like part of a fact, else 0."""
+        end = self.num_prompt + position
+        before = self.sequence[max(self.num_prompt, end - LOOK_BACK) : end]
+        text = b"".join(map(self.tokenizer.token_bytes, before)).decode("utf-8", "replace")
+        token = self.tokenizer.token_bytes(proposal).decode("utf-8", "replace")
+        return float(looks_like_fact(text, token))
 
     def owe(self, step: Step, *, signals: bool, label: bool) -> None:
         """Note what a written step still lacks."""
@@ -214,9 +241,19 @@ class Row:
         return self.history.num_written if tier is Tier.LARGE else len(self.history.tokens)
 
     def ask(self, tier: Tier, position: int) -> Ask:
-        """What to read at an output position (committed, drafted or the next)."""
+        """What to read at an output position (committed, drafted or the next); below 0 at a prompt token."""
         sampling = self.request.sampling
         idx = self.num_prompt + position
+        if position < 0:
+            return Ask(
+                sampling=Sampling(max_tokens=1, seed=0, temperature=0.0),
+                choice=self.request.choice,
+                position=position,
+                prompt=(),
+                output=(),
+                num_topk=self.request.num_topk,
+                draft=self.sequence[idx],
+            )
         banned: tuple[int, ...] = ()
         if position < sampling.min_tokens:
             ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.tokenizer.eos_ids)
@@ -267,4 +304,7 @@ class Output:
 
     def delta(self, row: Row) -> Delta:
         """The client's view of this tick."""
-        return Delta(row.request.id, row.request.choice, "".join(self.text), tuple(self.steps), self.finished)
+        prompt, row.prompt_read = tuple(row.prompt_read), []
+        return Delta(
+            row.request.id, row.request.choice, "".join(self.text), tuple(self.steps), self.finished, prompt
+        )

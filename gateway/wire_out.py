@@ -90,6 +90,18 @@ class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(Struct, frozen=True, kw_only=True):
+    """One candidate for a prompt token; rank 1 is the likeliest, null where it is outside the list."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry a prompt token, by token id; null for the first, which nothing precedes."""
+
+
 class CompletionChoice(Struct, frozen=True, kw_only=True):
     """One choice of a completion, or of a chunk of one."""
 
@@ -100,6 +112,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -198,6 +211,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     usage: Usage
     routing: RoutingReport
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

@@ -176,6 +176,82 @@ def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
         assert value == top[chosen]
 
 
+def test_echoed_logprobs_are_the_large_models_own(client: openai.OpenAI, tiny_pair: TinyPair) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = "Hello, world"
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.folder / "large", dtype=torch.float32)
+    ids = torch.tensor([list(prompt.encode())])
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(ids).logits[0], dim=-1)
+    expected = [float(logprobs[i - 1, ids[0, i]]) for i in range(1, len(prompt))]
+    for routing in ({}, {"accept": "trust", "protect_first": 0}, {"mode": "large_only"}):
+        answer = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=4,
+            temperature=0,
+            echo=True,
+            logprobs=1,
+            extra_body={"routing": routing},
+        )
+        told = answer.choices[0].logprobs
+        assert told is not None
+        assert told.token_logprobs is not None
+        assert told.top_logprobs is not None
+        assert told.token_logprobs[0] is None
+        assert told.top_logprobs[0] is None
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+        assert told.text_offset == list(range(len(prompt) + 4))
+        assert "".join(told.tokens or []) == answer.choices[0].text
+        best = [max(logprobs[i].tolist()) for i in range(len(prompt) - 1)]
+        assert [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]] == pytest.approx(
+            best, abs=1e-4
+        )
+
+
+def test_prompt_logprobs_in_several_prompts_at_once(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "max_tokens": 2, "seed": 1}
+    together = client.completions.create(
+        **body, prompt=["Hello", "Goodbye"], extra_body={"prompt_logprobs": 1}
+    )
+    for choice, prompt in zip(together.choices, ("Hello", "Goodbye"), strict=True):
+        told = choice.prompt_logprobs  # type: ignore[attr-defined]
+        assert told[0] is None
+        assert [ord(c) for c in prompt[1:]] == [
+            int(next(i for i in entry if entry[i]["decoded_token"] == c))
+            for c, entry in zip(prompt[1:], told[1:], strict=True)
+        ]
+        assert all(any(item["rank"] == 1 for item in entry.values()) for entry in told[1:])
+        alone = client.completions.create(**body, prompt=prompt, extra_body={"prompt_logprobs": 1})
+        assert [None if e is None else sorted(e) for e in told] == [
+            None if e is None else sorted(e)
+            for e in alone.choices[0].prompt_logprobs  # type: ignore[attr-defined]
+        ]
+
+
+def test_chat_prompt_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=2, extra_body={"prompt_logprobs": 0}
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(answer.prompt_logprobs)  # type: ignore[attr-defined]
+
+
+def test_echo_streams_its_logprobs_once(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 6, "echo": True, "logprobs": 1, "seed": 3}
+    whole = client.completions.create(**body).choices[0]
+    with client.completions.create(**body, stream=True) as stream:
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert whole.logprobs is not None
+    assert "".join(c.text for c in chunks) == whole.text
+    assert [t for c in chunks if c.logprobs for t in c.logprobs.tokens or []] == whole.logprobs.tokens
+    assert [
+        o for c in chunks if c.logprobs for o in c.logprobs.text_offset or []
+    ] == whole.logprobs.text_offset
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},

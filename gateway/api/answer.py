@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from gateway.core import Counts, Step
+from gateway.core import Counts, PromptToken, Step, TopK
 from gateway.request import Request
 from gateway.text import Tokenizer
 from gateway.wire_out import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     RoutingReport,
     TokenLogprob,
     Usage,
@@ -59,18 +61,30 @@ class LogprobsWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = offset
 
-    def completion(self, steps: Iterable[Step]) -> CompletionLogprobs:
-        """Completions' form."""
+    def completion(
+        self, steps: Iterable[Step], first: int | None = None, prompt: Iterable[PromptToken] = ()
+    ) -> CompletionLogprobs:
+        """Completions' form; an echoed prompt comes first, its first token without a logprob."""
         out = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        if first is not None:
+            self._append(out, first, None, None)
+        for token in prompt:
+            logprob, top = prompt_logprob(token, self._num_top)
+            self._append(out, token.token_id, logprob, top)
         for step in steps:
             logprob, top = step_logprobs(step, self._num_top)
-            out.tokens.append(self._name(step.token_id))
-            out.token_logprobs.append(logprob)
-            out.top_logprobs.append({self._name(token): value for token, value in top})
-            out.text_offset.append(self._offset)
-            if step.token_id not in self._skipped:
-                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(step.token_id)))
+            self._append(out, step.token_id, logprob, top)
         return out
+
+    def _append(
+        self, out: CompletionLogprobs, token: int, logprob: float | None, top: list[tuple[int, float]] | None
+    ) -> None:
+        out.tokens.append(self._name(token))
+        out.token_logprobs.append(logprob)
+        out.top_logprobs.append(None if top is None else {self._name(other): value for other, value in top})
+        out.text_offset.append(self._offset)
+        if token not in self._skipped:
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def chat(self, steps: Iterable[Step]) -> ChatLogprobs:
         """Chat completions' form."""
@@ -108,9 +122,44 @@ def token_name(raw: bytes) -> str:
 
 def step_logprobs(step: Step, num_top: int) -> tuple[float, list[tuple[int, float]]]:
     """The logprob of the step's token and the num_top likeliest (id, logprob), in nats."""
-    topk = step.large_topk or step.small_topk
+    return _logprobs(step.token_id, step.large_topk or step.small_topk, step.p_large, num_top)
+
+
+def prompt_logprob(token: PromptToken, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """The same for a prompt token."""
+    return _logprobs(token.token_id, token.large_topk, token.p_large, num_top)
+
+
+def prompt_logprobs(
+    first: int, prompt: Iterable[PromptToken], num_top: int, tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: for each token the likeliest and itself, by id; null for the first."""
+    entries: PromptLogprobs = [None]
+    for token in prompt:
+        logprob, top = prompt_logprob(token, num_top)
+        ranked: dict[int, tuple[float, int | None]] = {
+            other: (value, rank) for rank, (other, value) in enumerate(top, 1)
+        }
+        if token.token_id not in ranked:
+            ids = token.large_topk.ids
+            rank = ids.index(token.token_id) + 1 if token.token_id in ids else None
+            ranked[token.token_id] = (logprob, rank)
+        entries.append(
+            {
+                str(other): PromptLogprob(
+                    logprob=value, rank=rank, decoded_token=token_name(tokenizer.token_bytes(other))
+                )
+                for other, (value, rank) in ranked.items()
+            }
+        )
+    return entries
+
+
+def _logprobs(
+    token: int, topk: TopK | None, p: float | None, num_top: int
+) -> tuple[float, list[tuple[int, float]]]:
     pairs = list(zip(topk.ids, topk.logprobs, strict=True)) if topk is not None else []
-    logprob = dict(pairs).get(step.token_id)
+    logprob = dict(pairs).get(token)
     if logprob is None:
-        logprob = math.log(step.p_large) if step.p_large else NEVER
-    return max(logprob, NEVER), [(token, max(value, NEVER)) for token, value in pairs[:num_top]]
+        logprob = math.log(p) if p else NEVER
+    return max(logprob, NEVER), [(other, max(value, NEVER)) for other, value in pairs[:num_top]]

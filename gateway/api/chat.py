@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from gateway.api.answer import LogprobsWriter
+from gateway.api.answer import LogprobsWriter, prompt_logprobs
 from gateway.api.form import Answer
 from gateway.api.tools import Call, ToolCallReader
 from gateway.core import Delta, Finished, FinishReason
@@ -23,6 +23,7 @@ from gateway.wire_out import (
     ChatCompletionChunk,
     MadeToolCall,
     MessageDelta,
+    PromptLogprobs,
     ToolCallDelta,
 )
 
@@ -36,6 +37,7 @@ class ChatForm(Answer):
         super().__init__(body, requests)
         self._body = body
         self._created = created
+        self._tokenizer = tokenizer
         skip = body.skip_special_tokens is not False
         # A chat that offers tools has its text read for calls; any other answer is left as it is.
         offers = bool(body.tools) and body.tool_choice != "none"
@@ -64,6 +66,15 @@ class ChatForm(Answer):
             usage=self.usage(),
             routing=self.routing(),
             prompt_token_ids=list(self.requests[0].prompt_ids) if self._body.return_token_ids else UNSET,
+            prompt_logprobs=self._of_prompt(),
+        )
+
+    def _of_prompt(self) -> PromptLogprobs | UnsetType:
+        wanted = self._body.prompt_logprobs
+        if wanted is None:
+            return UNSET
+        return prompt_logprobs(
+            self.requests[0].prompt_ids[0], self.choices[0].prompt, wanted, self._tokenizer
         )
 
     def opening(self) -> Iterator[ChatCompletionChunk]:

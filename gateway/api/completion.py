@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from gateway.api.answer import LogprobsWriter
+from gateway.api.answer import LogprobsWriter, prompt_logprobs
 from gateway.api.form import Answer
 from gateway.core import Delta, Finished, Step
 from gateway.request import Request
 from gateway.text import Tokenizer
 from gateway.wire import CompletionRequest
-from gateway.wire_out import Completion, CompletionChoice
+from gateway.wire_out import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 
 
 class CompletionForm(Answer):
@@ -30,9 +30,7 @@ class CompletionForm(Answer):
             tokenizer.decode(request.prompt_ids, skip_special_tokens=skip) if body.echo else ""
             for request in requests
         ]
-        self._logprobs = [
-            LogprobsWriter(tokenizer, body.logprobs or 0, skip, offset=len(text)) for text in self._echoed
-        ]
+        self._logprobs = [LogprobsWriter(tokenizer, body.logprobs or 0, skip) for _ in requests]
         self._opened: set[int] = set()
 
     def whole(self) -> Completion:
@@ -72,12 +70,27 @@ class CompletionForm(Answer):
         return CompletionChoice(
             index=index,
             text=text,
-            logprobs=None if self._body.logprobs is None else self._logprobs[index].completion(steps),
+            logprobs=None if self._body.logprobs is None else self._told(index, steps, first),
             finish_reason=str(finished.reason) if finished is not None else None,
             stop_reason=finished.stop if finished is not None else None,
             token_ids=[step.token_id for step in steps] if wants_ids else UNSET,
             prompt_token_ids=list(self.requests[index].prompt_ids) if wants_ids and first else UNSET,
+            prompt_logprobs=self._of_prompt(index),
         )
+
+    def _told(self, index: int, steps: Iterable[Step], first: bool) -> CompletionLogprobs:
+        """Logprobs of the steps; the first time those of an echoed prompt before them."""
+        writer = self._logprobs[index]
+        if not (self._body.echo and first):
+            return writer.completion(steps)
+        return writer.completion(steps, self.requests[index].prompt_ids[0], self.choices[index].prompt)
+
+    def _of_prompt(self, index: int) -> PromptLogprobs | UnsetType:
+        wanted = self._body.prompt_logprobs
+        if wanted is None:
+            return UNSET
+        first, prompt = self.requests[index].prompt_ids[0], self.choices[index].prompt
+        return prompt_logprobs(first, prompt, wanted, self._tokenizer)
 
     def _completion(self, choices: list[CompletionChoice], **more: object) -> Completion:
         return Completion(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.api.answer import routing, usage
-from gateway.core import Delta, Finished, Step
+from gateway.core import Delta, Finished, PromptToken, Step
 from gateway.request import Request
 from gateway.wire import DecodingRequest
 from gateway.wire_out import RoutingReport, Usage
@@ -45,6 +45,7 @@ class ChoiceSoFar:
     text: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     finished: Finished | None = None
+    prompt: tuple[PromptToken, ...] = ()
 
 
 class Answer:
@@ -64,6 +65,7 @@ class Answer:
         choice.text.append(delta.text)
         choice.steps.extend(delta.steps)
         choice.finished = delta.finished or choice.finished
+        choice.prompt += delta.prompt
 
     @property
     def num_tokens(self) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.core import Sampling
+from gateway.core import Mode, Sampling
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.routing import PolicyConflict, Routing, overlay
@@ -60,21 +60,21 @@ def plan_completion(
     """One Request a choice, choice = prompt_index * n + i; raises BodyError naming the field."""
     if body.suffix is not None:
         raise BodyError("suffix: inserting before a suffix is not supported", "suffix", "unsupported_value")
-    if body.prompt_logprobs is not None:
-        raise BodyError("prompt_logprobs is not supported", "prompt_logprobs", "unsupported_value")
-    if body.echo and body.logprobs is not None:
-        raise BodyError("echo: logprobs of an echoed prompt are not supported", "echo", "unsupported_value")
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise BodyError(f"best_of: only best_of = n ({n}) is supported", "best_of", "unsupported_value")
     prompts = _prompts(body.prompt, tokenizer)
     max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
-    return requests_for(body, body.logprobs, prompts, max_tokens, origin, arm, policies, tokenizer, limits)
+    top = max(body.logprobs or 0, body.prompt_logprobs or 0)
+    reads_prompt = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
+    return requests_for(
+        body, top, prompts, max_tokens, origin, arm, policies, tokenizer, limits, reads_prompt=reads_prompt
+    )
 
 
 def requests_for(
     body: DecodingRequest,
-    num_logprobs: int | None,
+    num_logprobs: int,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     origin: Origin,
@@ -84,6 +84,7 @@ def requests_for(
     limits: Limits,
     *,
     prompt_field: str = "prompt",
+    reads_prompt: bool = False,
     constraint: Callable[[], Constraint] | None = None,
 ) -> tuple[Request, ...]:
     """n Requests for each prompt; raises BodyError for what no engine could serve."""
@@ -99,6 +100,10 @@ def requests_for(
         _check_length(len(prompt), max_tokens, limits.max_model_len, prompt_field)
     sampling = _sampling(body, max_tokens, tokenizer)
     policy_name, policy = _policy(body.routing, arm, policies)
+    if reads_prompt:
+        policy = _reading_the_prompt(policy)
+        if body.stream and getattr(body, "prompt_logprobs", None) is not None:
+            raise BodyError("prompt_logprobs: not in a stream", "prompt_logprobs", "unsupported_value")
     params = fields(body)
     return tuple(
         Request(
@@ -113,10 +118,11 @@ def requests_for(
             endpoint=origin.endpoint,
             model=body.model,
             params=params,
-            num_topk=max(5, num_logprobs or 0),
+            num_topk=max(5, num_logprobs),
             audited=_audited(origin.id, policy.audit_rate),
             constraint=constraint,
             scope=origin.scope,
+            prompt_logprobs=reads_prompt,
         )
         for index, prompt in enumerate(prompts)
         for i in range(n)
@@ -171,6 +177,17 @@ def _policy(routing: Routing | None, arm: Arm, policies: Mapping[str, Policy]) -
     except PolicyConflict as error:
         param = f"routing.{error.key}"
         raise BodyError(f"routing.{error}", param, "invalid_value") from None
+
+
+def _reading_the_prompt(policy: Policy) -> Policy:
+    """Logprobs of a prompt are the large model's, so it must have read it before anything is sent."""
+    if policy.mode is Mode.SMALL_ONLY:
+        raise BodyError(
+            "routing.mode: with small_only nobody can tell the prompt's logprobs",
+            "routing.mode",
+            "invalid_value",
+        )
+    return replace(policy, protect_first=max(1, policy.protect_first))
 
 
 def _audited(request_id: str, rate: float) -> bool:

@@ -27,8 +27,6 @@ def plan_chat(
     constraint: Callable[[], Constraint] | None = None,
 ) -> tuple[Request, ...]:
     """One Request a choice of a chat; without max_tokens the answer may fill the model's context."""
-    if body.prompt_logprobs is not None:
-        raise BodyError("prompt_logprobs is not supported", "prompt_logprobs", "unsupported_value")
     if body.top_logprobs is not None and not body.logprobs:
         raise BodyError("top_logprobs needs logprobs = true", "top_logprobs", "invalid_value")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -45,7 +43,7 @@ def plan_chat(
         max_tokens = max(1, limits.max_model_len - len(prompt))
     return requests_for(
         body,
-        (body.top_logprobs or 0) if body.logprobs else None,
+        max(body.top_logprobs or 0, body.prompt_logprobs or 0),
         [prompt],
         max_tokens,
         origin,
@@ -54,6 +52,7 @@ def plan_chat(
         tokenizer,
         limits,
         prompt_field="messages",
+        reads_prompt=body.prompt_logprobs is not None,
         constraint=constraint,
     )
 
