@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from gateway.policy import Policy
+from gateway.core import Signals
+from gateway.policy import Policy, State, score
 from gateway.whatif import NUM_BINS, Labels
 from logs.reader import Reader, TraceFilter
 
-MOST_TRACES = 5000
+MOST_TRACES = 2000
 """Newest traces whose labels are taken: more would cost seconds and sharpen little."""
 
-_COLUMNS = (
-    "trace_no", "choice", "outcome", "reason", "gap", "entropy", "run_length", "ema_acceptance", "propensity",
-    "audit_agrees", "ts",
-)  # fmt: skip
+_INPUTS = ("idx", "run_length", "ema_acceptance", "top1_p", "gap", "entropy", "attn_entropy")
+_COLUMNS = ("trace_no", "outcome", "propensity", "audit_agrees", "ts", *_INPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,16 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
     found = reader.query(
         f"SELECT {', '.join(_COLUMNS)} FROM {reader.sql('steps', _COLUMNS, span)}"
         f" WHERE trace_no BETWEEN {span[0]} AND {span[1]}"
-        " AND audit_agrees IS NOT NULL AND gap IS NOT NULL"
+        " AND audit_agrees IS NOT NULL AND top1_p IS NOT NULL AND gap IS NOT NULL AND entropy IS NOT NULL"
+        " AND run_length IS NOT NULL AND ema_acceptance IS NOT NULL"
         " AND outcome NOT IN ('recovered', 'discarded', 'forced')"
         " AND trace_no IN (SELECT unnest(?))",
         [numbers],
     )
-    columns = {name: found[name].to_numpy() for name in ("gap", "entropy", "run_length", "ema_acceptance")}
     propensity = found["propensity"].fill_null(1.0).to_numpy()
     ts = found["ts"].to_numpy()
     return Labelled(
-        score=scores(policy, columns),
+        score=scores(policy, found),
         weight=1.0 / np.clip(propensity, 1e-3, 1.0).astype(np.float64),
         agrees=found["audit_agrees"].to_numpy().astype(bool),
         requests=len(np.unique(found["trace_no"].to_numpy())),
@@ -72,11 +71,19 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
     )
 
 
-def scores(policy: Policy, columns: dict[str, Any]) -> NDArray[np.float64]:
-    """gateway.policy.score over whole columns: for statistics only, no decision is taken with it."""
-    total = np.full(len(columns["gap"]), policy.bias, np.float64)
-    total += policy.gap_weight * columns["gap"].astype(np.float64)
-    total += policy.entropy_weight * columns["entropy"].astype(np.float64)
-    total += policy.run_weight * (columns["run_length"] / policy.max_small_run)
-    total += policy.acceptance_weight * columns["ema_acceptance"].astype(np.float64)
-    return np.clip(total, 0.0, 1.0).astype(np.float32).astype(np.float64)
+def scores(policy: Policy, rows: pa.Table) -> NDArray[np.float64]:
+    """gateway.policy.score of every row; the state's other fields do not enter a score."""
+    columns = [rows[name].to_pylist() for name in _INPUTS]
+    return np.array(
+        [
+            score(
+                policy,
+                State(idx, 0, 0, run_length, 0.0, ema_acceptance, 0),
+                Signals(top1_p, gap, entropy, attn_entropy),
+            )
+            for idx, run_length, ema_acceptance, top1_p, gap, entropy, attn_entropy in zip(
+                *columns, strict=True
+            )
+        ],
+        np.float64,
+    )

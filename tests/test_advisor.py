@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tape_fakes import Script, record
 
-from gateway.core import Accept, Outcome, Signals
-from gateway.policy import Policy, State, score
+from gateway.core import Accept, Outcome
+from gateway.policy import Policy
 from logs.advisor import advise, curve
 from logs.labels import Labelled, labelled, scores
 from logs.reader import TraceFilter
@@ -55,21 +55,17 @@ def test_a_higher_threshold_never_keeps_more(entries):
     assert shares[0] == 1.0
 
 
-@given(
-    st.floats(0, 1, width=32),
-    st.floats(0, 5, width=32),
-    st.integers(0, 64),
-    st.floats(0, 1, width=32),
-    st.tuples(*[st.floats(-1, 1)] * 4),
-)
-def test_scores_in_columns_are_the_policys_scores(gap, entropy, run, ema, weights):
-    names = ("gap_weight", "entropy_weight", "run_weight", "acceptance_weight")
-    policy = Policy(bias=0.2, **dict(zip(names, weights, strict=True)))
-    state = State(0, 0, 5, run, 0.0, ema, 0)
-    columns = {"gap": np.array([gap]), "entropy": np.array([entropy]), "run_length": np.array([run]),
-               "ema_acceptance": np.array([ema])}  # fmt: skip
+def test_scores_are_the_ones_on_the_tape(recorder):
+    policy = Policy(
+        bias=0.1, gap_weight=0.7, entropy_weight=-0.05, run_weight=-0.2, acceptance_weight=0.2, loop_limit=0
+    )
+    script = Script(policy, 3).run()
+    record(recorder, script)
+    rows = recorder.reader().steps("r")
+    rows = rows.filter(rows["score"].is_valid())
 
-    assert scores(policy, columns).tolist() == [score(policy, state, Signals(0.5, gap, entropy))]
+    assert scores(policy, rows).tolist() == rows["score"].to_pylist()
+    assert len(rows) > 20
 
 
 @pytest.fixture
