@@ -13,7 +13,7 @@ from gateway.policy import Policy, State, score
 from gateway.whatif import NUM_BINS, Labels
 from logs.reader import Reader, TraceFilter
 
-MOST_TRACES = 2000
+MOST_TRACES = 1000
 """Newest traces whose labels are taken: more would cost seconds and sharpen little."""
 
 _INPUTS = ("idx", "run_length", "ema_acceptance", "top1_p", "gap", "entropy", "attn_entropy")
