@@ -13,6 +13,7 @@ from alerts.rollout import Limits, Rollout, Transition, Verdict, WrongState, arm
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
 from gateway.request import Request
+from gateway.router import Router
 
 NUM_WORST = 3
 _MOST_SCORABLE = 50_000
@@ -190,4 +191,10 @@ def counts(request: Request) -> bool:
 
 def policy_from(fields: Mapping[str, Any]) -> Policy:
     """The policy whose `dataclasses.asdict` this is; raises TypeError or ValueError if it is none."""
-    return Policy(**{**fields, "mode": Mode(fields["mode"]), "accept": Accept(fields["accept"])})
+    router = fields.get("router")
+    read = {
+        "mode": Mode(fields["mode"]),
+        "accept": Accept(fields["accept"]),
+        "router": None if router is None else Router.of(router),
+    }
+    return Policy(**{**fields, **read})

@@ -16,7 +16,9 @@ import msgspec
 from msgspec import Meta
 from platformdirs import user_data_path
 
+from alerts.config import AlertsConfig
 from gateway.policy import Policy
+from gateway.router_file import load_router
 from gateway.routing import PolicyConflict, PolicyTable, overlay
 
 DEFAULT_PRESET = "qwen-coder"
@@ -196,6 +198,26 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "info"
 
 
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[calibration.<policy name>]: what `tokentape calibrate` has shown, and of which models."""
+
+    small_hash: Annotated[str, Meta(description="sha256 of the small model it was run with")]
+    large_hash: Annotated[str, Meta(description="the same of the large model; other models are refused")]
+    policy_hash: Annotated[str, Meta(description="the policy it holds for; after a change it holds no more")]
+    numerics: Annotated[str, Meta(description="device, number format and quantization it was run with")]
+    max_disagreement: Annotated[
+        Annotated[float, Meta(gt=0.0, lt=1.0)],
+        Meta(description="bound on the mean share of output tokens that the large model would not write"),
+    ]
+    confidence: Annotated[
+        Annotated[float, Meta(gt=0.0, lt=1.0)], Meta(description="confidence with which it holds")
+    ]
+    observed: Annotated[float, Meta(description="mean disagreement seen on the held-out prompts")]
+    prompts: Annotated[Positive, Meta(description="held-out prompts the policy was really run on")]
+    prompts_sha256: Annotated[str, Meta(description="sha256 of the file of prompts")]
+    date: Annotated[str, Meta(description="day of the calibration, YYYY-MM-DD")]
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one gateway."""
 
@@ -204,7 +226,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
     logs: LogsConfig = LogsConfig()
+    alerts: AlertsConfig = AlertsConfig()
     policy: dict[str, PolicyTable] = {}
+    calibration: dict[str, Calibration] = {}
 
     @property
     def policies(self) -> dict[str, Policy]:
@@ -229,7 +253,8 @@ def load_config(
     for name, value in (overrides or {}).items():
         table, _, key = name.partition(".")
         _table(tables, table)[key] = value
-    policies = {name: _policy(name, table) for name, table in _table(tables, "policy").items()}
+    folder = path.parent if path is not None else Path()
+    policies = {name: _policy(name, table, folder) for name, table in _table(tables, "policy").items()}
     try:
         config = msgspec.convert({**tables, "policy": policies}, Config)
     except msgspec.ValidationError as error:
@@ -239,6 +264,9 @@ def load_config(
             overlay(Policy(), policy)
         except PolicyConflict as error:
             raise ConfigError(f"policy.{name}.{error}") from None
+    for name in config.calibration:
+        if name not in policies:
+            raise ConfigError(f"calibration.{name}: there is no [policy.{name}]")
     return config
 
 
@@ -258,7 +286,12 @@ def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
     return table
 
 
-def _policy(name: str, table: object) -> PolicyTable:
+def _policy(name: str, table: object, folder: Path) -> PolicyTable:
+    if isinstance(table, dict) and isinstance(table.get("router"), str):
+        try:
+            table = {**table, "router": load_router(folder / table["router"])}
+        except ValueError as error:
+            raise ConfigError(f"policy.{name}.router: {error}") from None
     try:
         return msgspec.convert(table, PolicyTable)
     except msgspec.ValidationError as error:
@@ -266,7 +299,9 @@ def _policy(name: str, table: object) -> PolicyTable:
 
 
 def _plain_tables() -> dict[str, type[msgspec.Struct]]:
-    return {name: kind for name, kind in get_type_hints(Config).items() if name != "policy"}
+    return {
+        name: kind for name, kind in get_type_hints(Config).items() if name not in ("policy", "calibration")
+    }
 
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
@@ -302,13 +337,17 @@ def _one_line(message: str) -> str:
 def markdown() -> str:
     """Every key with its default and meaning, as the tables of the README."""
     lines: list[str] = []
-    tables: dict[str, type[msgspec.Struct]] = {**_plain_tables(), "policy.<name>": PolicyTable}
+    tables: dict[str, type[msgspec.Struct]] = {
+        **_plain_tables(),
+        "policy.<name>": PolicyTable,
+        "calibration.<name>": Calibration,
+    }
     for table, kind in tables.items():
         lines += [f"| `[{table}]` | default | meaning |", "| --- | --- | --- |"]
-        defaults: object = Policy() if kind is PolicyTable else kind()
+        defaults: object = Policy() if kind is PolicyTable else None if kind is Calibration else kind()
         hints = get_type_hints(kind, include_extras=True)
         for key in kind.__struct_fields__:
-            value = getattr(defaults, key)
+            value = getattr(defaults, key, None)
             shown = "" if value is None else f"`{_toml(value)}`"
             lines.append(f"| `{key}` | {shown} | {_description(hints[key])} |")
         lines.append("")

@@ -73,6 +73,7 @@ class EngineOptions(TypedDict, total=False):
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
     loaded = load_pair(config, timed=_adapts(config))
+    check_calibrated(config, loaded.served)
     engine = config.engine
     worker = Worker(
         loaded.engine(
@@ -124,6 +125,7 @@ def load_pair(config: Config, *, timed: bool) -> Loaded:
         large_hash=model_hash(pair.large),
         numerics=f"{device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}",
         version=version("tokentape"),
+        router_hash=_router_hash(config),
     )
     costs = None
     if timed:
@@ -132,6 +134,32 @@ def load_pair(config: Config, *, timed: bool) -> Loaded:
         blocks = tuple(range(-(-most // block_size)))
         costs = costs_of({Tier.SMALL: small, Tier.LARGE: large}, blocks, most, identity, cache_dir())
     return Loaded(small, large, Tokenizer.load(pair.large), num_blocks, block_size, served, costs)
+
+
+def check_calibrated(config: Config, served: Served) -> None:
+    """Raise ConfigError where a policy was calibrated on other models than those served."""
+    for name, calibration in config.calibration.items():
+        for key in ("small_hash", "large_hash"):
+            was, now = getattr(calibration, key), getattr(served, key)
+            if was != now:
+                raise ConfigError(
+                    f"calibration.{name}.{key}: policy {name} was calibrated on other models "
+                    f"({was[:12]}, served is {now[:12]}); calibrate again, or delete [calibration.{name}]"
+                )
+        policy_hash = config.policies[name].hash
+        if calibration.policy_hash != policy_hash or calibration.numerics != served.numerics:
+            # Still a policy one may serve, but no longer the one that was tested.
+            log.warning(
+                "guarantee_void",
+                policy=name,
+                calibrated={"policy_hash": calibration.policy_hash, "numerics": calibration.numerics},
+                served={"policy_hash": policy_hash, "numerics": served.numerics},
+            )
+
+
+def _router_hash(config: Config) -> str | None:
+    router = config.policies["stable"].router
+    return None if router is None else router.hash
 
 
 def _is_tiny(config: Config) -> bool:

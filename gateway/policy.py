@@ -13,9 +13,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from gateway.core import Accept, Action, Mode, Reason, Signals
+from gateway.router import Router
 
 EMA_DECAY = 0.9
 """Weight of the past in the running acceptance; one verified draft moves it by a tenth."""
+
+
+POSITION_SPAN = 256
+"""Output positions over which the position term of the score rises from 0 to 1."""
 
 
 def f32(x: float) -> float:
@@ -28,7 +33,10 @@ class Policy:
     """How one request is routed; the contract's `routing` keys and the shape of the score.
 
     score = clip(bias + gap_weight * gap + entropy_weight * entropy + run_weight * run_length / max_small_run
-    + acceptance_weight * ema_acceptance, 0, 1). By default it is the gap itself.
+    + acceptance_weight * ema_acceptance + attn_entropy_weight * attn_entropy
+    + position_weight * min(idx / 256, 1), 0, 1). By default it is the gap itself.
+    router: a learned router, whose P(large agrees) is the score instead.
+    fact_guard: proposals that look like part of a fact (numbers, quotations, names) are deferred.
     probe_rate: share of kept decisions deferred at random, so that labels exist where none would be.
     audit_rate: share of requests whose unverified tokens the large model scores after the answer is sent.
     loop_ngram, loop_limit: a proposal that completes an n-gram (in tokens) the output already holds
@@ -51,6 +59,10 @@ class Policy:
     entropy_weight: float = 0.0
     run_weight: float = 0.0
     acceptance_weight: float = 0.0
+    attn_entropy_weight: float = 0.0
+    position_weight: float = 0.0
+    router: Router | None = None
+    fact_guard: bool = False
     loop_ngram: int = 8
     loop_limit: int = 3
     probe_rate: float = 0.0
@@ -76,7 +88,8 @@ class State:
     written by the large model, waiting ones included. guard_value: how often the output already holds
     the n-gram that the proposal would complete. draft_limit: most tokens of this round; 0 under load, while
     routing does not pay. large_used: tokens the large model has written.
-    probe_u: the uniform draw that decides whether this position is probed.
+    probe_u: the uniform draw that decides whether this position is probed. fact_value: 1 where the proposal
+    looks like part of a fact, 0 where not, None where that was not asked.
     """
 
     idx: int
@@ -87,6 +100,7 @@ class State:
     ema_acceptance: float
     large_used: int
     probe_u: float | None = None
+    fact_value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +114,16 @@ class Decision:
 
 def score(policy: Policy, state: State, signals: Signals) -> float:
     """The routing score in [0, 1], a float32 value; terms are added in a fixed order."""
+    run_share = state.run_length / policy.max_small_run
+    if policy.router is not None:
+        return f32(policy.router.agreement(signals, state.idx, run_share, state.ema_acceptance))
     total = policy.bias
     total += policy.gap_weight * signals.gap
     total += policy.entropy_weight * signals.entropy
-    total += policy.run_weight * (state.run_length / policy.max_small_run)
+    total += policy.run_weight * run_share
     total += policy.acceptance_weight * state.ema_acceptance
+    total += policy.attn_entropy_weight * (signals.attn_entropy or 0.0)
+    total += policy.position_weight * min(1.0, state.idx / POSITION_SPAN)
     return f32(min(1.0, max(0.0, total)))
 
 
@@ -145,7 +164,7 @@ def decide_lookup(policy: Policy, state: State) -> Decision | None:
 
 
 def decide(policy: Policy, state: State, signals: Signals) -> Decision:
-    """All rules in order: mode, protected prefix, budget, draft and run limits, loop guard, score."""
+    """All rules in order: mode, protected prefix, budget, draft and run limits, guards, score."""
     early = decide_early(policy, state)
     if early is not None:
         return early
@@ -156,6 +175,8 @@ def decide(policy: Policy, state: State, signals: Signals) -> Decision:
     if _loops(policy, state):
         return Decision(Action.DEFER, Reason.LOOP_GUARD)
     value = score(policy, state, signals)
+    if policy.fact_guard and state.fact_value:
+        return Decision(Action.DEFER, Reason.FACT_GUARD, value)
     if value >= f32(policy.threshold):
         if policy.probe_rate and state.probe_u is not None and state.probe_u < f32(policy.probe_rate):
             return Decision(Action.DEFER, Reason.PROBE, value)
@@ -184,7 +205,13 @@ class History:
         """Output tokens that stand, without waiting drafts."""
         return len(self.tokens) - self.num_drafts
 
-    def state(self, proposal: int | None, draft_limit: int, probe_u: float | None = None) -> State:
+    def state(
+        self,
+        proposal: int | None,
+        draft_limit: int,
+        probe_u: float | None = None,
+        fact_value: float | None = None,
+    ) -> State:
         """The state in which the next position is decided, given the small model's proposal if known."""
         return State(
             idx=len(self.tokens),
@@ -195,6 +222,7 @@ class History:
             ema_acceptance=self.ema_acceptance,
             large_used=self.large_used,
             probe_u=probe_u,
+            fact_value=fact_value,
         )
 
     def draft(self, token: int) -> None:

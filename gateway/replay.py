@@ -14,11 +14,12 @@ import pyarrow as pa
 
 from gateway.core import Accept, Action, Mode, Outcome, Reason, Signals, Tier
 from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup, f32
+from gateway.router import Router
 
 COLUMNS = (
     "idx", "seq", "draft_pos", "token_id", "tier", "action", "reason", "score", "threshold", "top1_p",
     "gap", "entropy", "attn_entropy", "run_length", "ema_acceptance", "draft_limit", "guard_value",
-    "large_used", "probe_u", "small_choice", "large_choice", "outcome", "audit_agrees",
+    "large_used", "probe_u", "fact_value", "small_choice", "large_choice", "outcome", "audit_agrees",
 )  # fmt: skip
 """The columns of `steps` that replay reads."""
 
@@ -66,6 +67,8 @@ def recorded_policy(settings: Mapping[str, Any]) -> Policy:
     try:
         given["mode"] = Mode(given.get("mode", Mode.ROUTED))
         given["accept"] = Accept(given.get("accept", Accept.EXACT))
+        if given.get("router") is not None:
+            given["router"] = Router.of(given["router"])
     except ValueError as error:
         raise UnknownPolicy(f"the recorded policy cannot be followed: {error}") from None
     return Policy(**given)
@@ -129,6 +132,7 @@ class Rows:
         self.guard_value = _numbers(steps, "guard_value")
         self.large_used = _numbers(steps, "large_used")
         self.probe_u = _numbers(steps, "probe_u")
+        self.fact_value = _numbers(steps, "fact_value")
         self.small_choice = _numbers(steps, "small_choice")
         self.large_choice = _numbers(steps, "large_choice")
         self.tier = _members(steps, "tier", Tier)
@@ -163,7 +167,7 @@ class _Written:
         if rows.tier[i] is Tier.LOOKUP:
             return self._compare_lookup(i)
         proposal = rows.small_choice[i]
-        state = self.history.state(proposal, rows.draft_limit[i], rows.probe_u[i])
+        state = self.history.state(proposal, rows.draft_limit[i], rows.probe_u[i], rows.fact_value[i])
         guard = state.guard_value
         signals = rows.signals(i)
         if guard != rows.guard_value[i] or signals is None:
@@ -227,7 +231,9 @@ class _Shadow:
         signals = rows.signals(i)
         if signals is None:
             return [(i, "gap", None, "needed to decide")]
-        state = self.history.state(rows.small_choice[i], rows.draft_limit[i], rows.probe_u[i])
+        state = self.history.state(
+            rows.small_choice[i], rows.draft_limit[i], rows.probe_u[i], rows.fact_value[i]
+        )
         if rows.small_choice[i] is None:
             state = replace(state, guard_value=rows.guard_value[i])
         return _differences(rows, i, state, state.guard_value, decide(self.policy, state, signals))

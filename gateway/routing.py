@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
+from gateway.router import Router
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
@@ -96,6 +97,23 @@ class PolicyTable(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     acceptance_weight: Annotated[
         float | None, Meta(description="score: weight of the running acceptance")
+    ] = None
+    attn_entropy_weight: Annotated[
+        float | None, Meta(description="score: weight of the last layer's mean attention entropy in nats")
+    ] = None
+    position_weight: Annotated[
+        float | None, Meta(description="score: weight of the output position over 256, at most 1")
+    ] = None
+    router: Annotated[
+        Router | None,
+        Meta(
+            description="safetensors file of a learned router, relative to the config file; its "
+            "P(large agrees) is the score instead of the weighted sum"
+        ),
+    ] = None
+    fact_guard: Annotated[
+        bool | None,
+        Meta(description="whether proposals that look like numbers, quotations or names are deferred"),
     ] = None
     loop_ngram: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,

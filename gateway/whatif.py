@@ -182,7 +182,7 @@ def _decide(
 
 
 def _state(rows: Rows, i: int, history: History, proposal: int | None, limit: int) -> State:
-    state = history.state(proposal, limit, rows.probe_u[i])
+    state = history.state(proposal, limit, rows.probe_u[i], rows.fact_value[i])
     if proposal is None and rows.token_id[i] is None:
         # Capture level `signals`: n-grams cannot be counted again, so the recorded count stands.
         return replace(state, guard_value=rows.guard_value[i])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 """Schema version this code writes; it opens and reads every earlier one."""
 
 
@@ -149,6 +149,7 @@ STEPS: tuple[Column, ...] = (
     Column("large_kv", "INTEGER", "large model's KV length, tokens"),
     Column("latency_us", "BIGINT", "model time of the pass that settled the row, microseconds"),
     Column("ts", "DOUBLE", "when the row was committed, Unix seconds"),
+    Column("fact_value", "FLOAT", "1 where the proposal looks like part of a fact, else 0", since=2),
 )
 
 PASSES: tuple[Column, ...] = (

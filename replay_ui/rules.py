@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.core import Accept, Mode, Signals
 from gateway.policy import Policy, State, decide, decide_early, decide_lookup
+from gateway.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ ORDER = (
     ("run", frozenset({"run_limit"})),
     ("loop", frozenset({"loop_guard"})),
     ("lookup", frozenset({"lookup_hit"})),
+    ("fact", frozenset({"fact_guard"})),
     ("score", frozenset({"confident", "low_confidence", "probe"})),
 )
 """The rules in the order in which gateway.policy asks them, with the reasons each can give."""
@@ -51,6 +53,8 @@ def policy_of(summary: Mapping[str, Any]) -> Policy | None:
             return None
         settings["mode"] = Mode(settings.get("mode", "routed"))
         settings["accept"] = Accept(settings.get("accept", "exact"))
+        if settings.get("router") is not None:
+            settings["router"] = Router.of(settings["router"])
         return Policy(**settings)
     except (ValueError, TypeError):
         return None
@@ -129,5 +133,12 @@ def _texts(policy: Policy, row: Mapping[str, Any]) -> dict[str, str]:
         "budget": "off" if budget is None else f"{number('large_used')} of {budget} large tokens used",
         "run": f"{number('run_length')} of {policy.max_small_run} in a row",
         "loop": f"seen {number('guard_value')} of {policy.loop_limit} times" if policy.loop_limit else "off",
+        "fact": _fact(policy, row),
         "score": scored,
     }
+
+
+def _fact(policy: Policy, row: Mapping[str, Any]) -> str:
+    if not policy.fact_guard:
+        return "off"
+    return "part of a fact" if row.get("fact_value") else "no fact"

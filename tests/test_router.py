@@ -1,0 +1,134 @@
+"""Learned routers and facts: against numpy, through their file, in the policy, and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import ConfigError, load_config
+from gateway.core import Action, Reason, Signals
+from gateway.facts import looks_like_fact
+from gateway.policy import Policy, State, decide, f32, score
+from gateway.replay import UnknownPolicy, recorded_policy
+from gateway.router import FEATURES, Router, features
+from gateway.router_file import load_router, save_router
+
+N = len(FEATURES)
+unit = st.floats(0, 1, width=32)
+
+
+def router(seed: int, units: int) -> Router:
+    rng = np.random.default_rng(seed)
+
+    def draw(n: int) -> tuple[float, ...]:
+        return tuple(rng.normal(size=n).astype(np.float32).tolist())
+
+    hidden = tuple(draw(N) for _ in range(units))
+    scale = tuple(abs(v) + 0.5 for v in draw(N))
+    return Router(draw(N), tuple(map(f32, scale)), hidden, draw(units), draw(units or N), draw(1)[0])
+
+
+@given(
+    st.integers(0, 99),
+    st.sampled_from([0, 1, 7]),
+    unit,
+    unit,
+    st.floats(0, 8),
+    st.none() | unit,
+    st.integers(0, 500),
+)
+def test_agrees_with_numpy(seed, units, top1, gap, entropy, attention, idx):
+    r = router(seed, units)
+    signals = Signals(top1, gap, entropy, attention)
+    x = np.array(
+        [top1, gap, -np.log(max(1 - gap, 1e-4)), entropy, attention or 0.0, np.log1p(idx), 0.25, 0.5]
+    )
+    h = (x - r.mean) / r.scale
+    if units:
+        h = np.maximum(np.array(r.hidden) @ h + r.hidden_bias, 0)
+    expected = 1 / (1 + np.exp(-(np.dot(r.output, h) + r.bias)))
+    assert features(signals, idx, 0.25, 0.5) == pytest.approx(x)
+    assert r.agreement(signals, idx, 0.25, 0.5) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("units", [0, 5])
+def test_a_router_survives_its_file_and_the_tape(tmp_path: Path, units: int):
+    save_router(tmp_path / "r.safetensors", router(1, units))
+    read = load_router(tmp_path / "r.safetensors")
+    policy = Policy(router=read)
+    assert read == router(1, units)
+    assert recorded_policy(asdict(policy)) == policy
+    assert recorded_policy(asdict(policy)).hash == policy.hash != Policy().hash
+    assert Policy(router=replace(read, bias=read.bias + 1)).hash != policy.hash
+
+
+def test_the_score_is_the_routers():
+    policy = Policy(router=router(3, 4), threshold=0.0)
+    at = State(20, 0, 5, 16, 0.0, 0.5, 0)
+    said = Signals(0.8, 0.7, 0.5, 1.5)
+    assert score(policy, at, said) == f32(policy.router.agreement(said, 20, 0.25, 0.5))
+    assert decide(policy, at, said).reason is Reason.CONFIDENT
+
+
+def test_attention_and_position_terms():
+    at = State(64, 0, 5, 0, 0.0, 1.0, 0)
+    policy = Policy(gap_weight=0.5, attn_entropy_weight=-0.125, position_weight=0.5)
+    assert score(policy, at, Signals(0.9, 0.5, 1.0, 1.0)) == 0.25 - 0.125 + 0.125
+    assert score(policy, at, Signals(0.9, 0.5, 1.0)) == 0.375
+    assert score(policy, replace(at, idx=9999), Signals(0.9, 0.5, 1.0)) == 0.75
+
+
+def test_config_names_a_router_by_file(tmp_path: Path):
+    save_router(tmp_path / "r.safetensors", router(2, 3))
+    file = tmp_path / "policy.toml"
+    file.write_text('[policy.stable]\nrouter = "r.safetensors"\n')
+    assert load_config(file, {}).policies["stable"].router == router(2, 3)
+    file.write_text('[policy.stable]\nrouter = "missing.safetensors"\n')
+    with pytest.raises(ConfigError, match=r"policy\.stable\.router: .*missing"):
+        load_config(file, {})
+
+
+def test_broken_routers_are_refused(tmp_path: Path):
+    (tmp_path / "r.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match="safetensors"):
+        load_router(tmp_path / "r.safetensors")
+    with pytest.raises(ValueError, match="features"):
+        Router((0.0,), (1.0,), (), (), (1.0,), 0.0)
+    with pytest.raises(ValueError, match="finite"):
+        replace(router(0, 0), bias=float("nan"))
+    with pytest.raises(UnknownPolicy, match="router"):
+        recorded_policy(asdict(Policy()) | {"router": {"bias": 1}})
+
+
+@pytest.mark.parametrize(
+    ("before", "token", "fact"),
+    [
+        ("It was built in ", "18", True),
+        ("It was built in", " iron", False),
+        ("The tower, said ", "Gust", True),
+        ("The tower, said Gust", "ave", True),
+        ("", "The", False),
+        ("It is tall. ", "The", False),
+        ("It is tall. The", " tower", False),
+        ('She said "never', " again", True),
+        ('She said "never".', " then", False),
+        ("don't", " do", False),
+        ("x = 1\n", "\n", False),
+    ],
+)
+def test_facts(before: str, token: str, fact: bool):
+    assert looks_like_fact(before, token) is fact
+
+
+def test_the_fact_guard_defers_whatever_the_score():
+    at = State(20, 0, 5, 0, 0.0, 1.0, 0, fact_value=1.0)
+    sure = Signals(1.0, 1.0, 0.0)
+    decision = decide(Policy(fact_guard=True), at, sure)
+    assert (decision.action, decision.reason, decision.score) == (Action.DEFER, Reason.FACT_GUARD, 1.0)
+    assert decide(Policy(), at, sure).action is Action.KEEP
+    assert decide(Policy(fact_guard=True), replace(at, fact_value=0.0), sure).action is Action.KEEP
