@@ -87,7 +87,7 @@ class Reader:
         if not url.startswith((self.base, self.base.replace("http", "ws"), "blob:", "data:")):
             self.outside.append(url)
 
-    def open(self, path: str, wait: str = ".strip .t") -> None:
+    def open(self, path: str, wait: str = ".strip .t.on") -> None:
         self.page.goto(self.base + path)
         self.page.wait_for_selector(wait, timeout=60_000)
 
@@ -271,8 +271,8 @@ def test_every_page_opens_in_both_colour_schemes_and_asks_nobody_else(
         ("advisor", "/advisor", ".stVegaLiteChart"),
         ("live", "/live", ".tt-tiles"),
         ("reviews", "/reviews", ".tt-answer"),
-        ("rollouts", "/rollouts", "[data-testid=stAlert]"),
-        ("alerts", "/alerts", "[data-testid=stAlert]"),
+        ("rollouts", "/rollouts", ".tt-evidence"),
+        ("alerts", "/alerts", ".tt-table"),
     ):
         reader.open(path, wait)
         reader.page.wait_for_timeout(700)
