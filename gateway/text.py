@@ -68,6 +68,14 @@ class Tokenizer:
         """The tokenizer as the text of a tokenizer.json."""
         return str(self._fast.to_str())
 
+    def info(self) -> dict[str, Any]:
+        """What a client needs to make the same tokenizer: tokenizer_config.json as transformers knows it."""
+        left_out = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+        settings = {k: v for k, v in self._hf.init_kwargs.items() if k not in left_out}
+        named = {"tokenizer_class": type(self._hf).__name__, "chat_template": self._hf.chat_template}
+        info: dict[str, Any] = json.loads(json.dumps({**settings, **named}, default=str))
+        return info
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text; control tokens spelled out in it are honoured. ValueError on lone surrogates."""
         _check_unicode(text)

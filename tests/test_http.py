@@ -13,6 +13,7 @@ from serving import TINY, FakeGateway, fake_gateway
 
 from gateway.api.http import HANDLERS
 from gateway.config import Config, ServerConfig
+from gateway.tiny import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,13 @@ def test_tokenize_there_and_back(gateway: FakeGateway) -> None:
     assert {"count": len(text.encode()), "max_model_len": 4096, "tokens": list(text.encode())} == tokens
     back = gateway.post("/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()
     assert {"prompt": text} == back
+
+
+def test_tokenizer_info(gateway: FakeGateway) -> None:
+    info = gateway.http.get("/tokenizer_info").json()
+    assert info["chat_template"] == CHAT_TEMPLATE
+    assert (info["eos_token"], info["model_max_length"]) == ("<|im_end|>", 4096)
+    assert info["tokenizer_class"]
 
 
 def test_one_access_line_a_request_with_the_trace_id(gateway: FakeGateway) -> None:

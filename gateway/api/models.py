@@ -63,9 +63,15 @@ async def detokenize(request: HttpRequest) -> Response[bytes]:
     return as_json(Prompt(prompt=engine.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
 
-def as_json(body: Any) -> Response[bytes]:
-    """A 200 answer with a struct as its body."""
-    return Response(msgspec.json.encode(body), media_type="application/json")
+@get("/tokenizer_info", opt=Route(Scope.INFER, returns=dict[str, Any]).opt)
+async def tokenizer_info(request: HttpRequest) -> Response[bytes]:
+    """The tokenizer's configuration and chat template, as vLLM shows them."""
+    return as_json(service_of(request.app.state).engine_or_503().tokenizer.info())
+
+
+def as_json(body: Any, status: int = 200) -> Response[bytes]:
+    """An answer with a struct as its body."""
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
 
 
 def _card(service: Service) -> ModelCard:
