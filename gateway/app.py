@@ -14,6 +14,9 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from alerts.config import MissingSecret
+from alerts.series import read_registry
+from alerts.service import AlertsService
 from gateway.access import Keyring
 from gateway.api.http import build_http
 from gateway.api.service import Service
@@ -93,12 +96,15 @@ class Gateway:
         Raises what loading the models raised.
         """
         url = url_of(listener)
+        alerts = self._alerts_service(url)
+        self.service.alerts = alerts
+        observers = (self._recorder, self.service.metrics, alerts.observer)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        loading = asyncio.create_task(asyncio.to_thread(self._load, (self._recorder, self.service.metrics)))
+        loading = asyncio.create_task(asyncio.to_thread(self._load, observers))
         try:
             await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
-                self._take(loading.result())
+                self._take(loading.result(), alerts)
                 url_file = self.config.data_dir / URL_FILE
                 url_file.write_text(url, encoding="utf-8")
                 on_ready(url)
@@ -109,9 +115,34 @@ class Gateway:
             await asyncio.gather(serving, loading, return_exceptions=True)
             await asyncio.to_thread(self._close, None if loading.exception() else loading.result())
 
-    def _take(self, worker: Worker) -> None:
+    def _alerts_service(self, url: str) -> AlertsService:
+        """Rollouts and alerts over this tape; raises ConfigError where a receiver's secret is missing."""
+        config, metrics = self.config, self.service.metrics
+        ui = f"http://127.0.0.1:{config.server.ui_port}" if config.server.ui else None
+        try:
+            alerts = AlertsService(
+                config=config.alerts,
+                data_dir=config.data_dir,
+                cursor=self._recorder.cursor,
+                policies=config.policies,
+                environ=os.environ,
+                base_url=url,
+                samples=lambda: read_registry(metrics.registry.collect()),
+                queue_limit=config.engine.max_queue,
+                trace_url=None if ui is None else f"{ui}/replay?trace={{id}}",
+                advisor_url=None if ui is None else f"{ui}/advisor",
+            )
+        except MissingSecret as error:
+            raise ConfigError(str(error)) from None
+        metrics.watch_alerts(alerts.samples)
+        if alerts.promoted is not None:
+            log.info("promoted_policy", **alerts.promoted)
+        return alerts
+
+    def _take(self, worker: Worker, alerts: AlertsService) -> None:
         self._worker = worker
         self.service.engine = worker
+        alerts.start()
         metrics = self.service.metrics
         metrics.watch_engine(lambda: worker.num_running, lambda: worker.num_waiting, lambda: worker.kv_usage)
         metrics.watch_tape(lambda: self._recorder.queue_depth, lambda: dict(self._recorder.dropped))
@@ -121,6 +152,8 @@ class Gateway:
             if worker is not None:
                 # Answers are out; what is left are last signals and audits.
                 worker.stop(SETTLE_S)
+                if self.service.alerts is not None:
+                    self.service.alerts.stop()
         finally:
             self._recorder.close()
 

@@ -16,9 +16,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from alerts.series import Key
 from gateway.core import FinishReason, Outcome, Reason, Step, Tick, Tier
 from gateway.request import Trace
 
@@ -50,6 +51,23 @@ class _Dropped(Collector):
         for cause, rows in self._read().items():
             family.add_metric([cause], rows)
         return [family]
+
+
+class _Alerts(Collector):
+    """What rollouts and alerts say of themselves, read when scraped."""
+
+    def __init__(self, read: Callable[[], dict[Key, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> list[Metric]:
+        """The samples, by name."""
+        families: dict[str, Metric] = {}
+        for (name, labels), value in self._read().items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            base = name.removesuffix("_total")
+            family = families.setdefault(base, Metric(base, "Rollouts and alerts", kind))
+            family.add_sample(name, dict(labels), value)
+        return list(families.values())
 
 
 class Metrics:
@@ -99,6 +117,10 @@ class Metrics:
         """The tape's queue depth and its losses."""
         self._gauge("tape_queue_depth", "Rows handed over and not yet on disk").set_function(depth)
         self.registry.register(_Dropped(dropped))
+
+    def watch_alerts(self, samples: Callable[[], dict[Key, float]]) -> None:
+        """The canary's weight, drift evidence and webhook deliveries."""
+        self.registry.register(_Alerts(samples))
 
     def on_flush(self, seconds: float) -> None:
         """The tape committed."""

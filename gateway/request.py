@@ -26,7 +26,8 @@ class Request:
     constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
     prompt_logprobs: whether the client wants the large model's view of the prompt; the first output token
     must then be the large model's (policy: mode not small_only, protect_first >= 1).
-    forced: given output tokens of a fork and the tier that wrote each in its parent.
+    forced: given output tokens of a fork and the tier that wrote each in its parent. noise_choice: the choice
+    whose noise is drawn: its parent's number for a fork, else its own.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Request:
     forked_at: int | None = None
     audited: bool = False
     forced: tuple[tuple[int, Tier], ...] = ()
+    noise_choice: int | None = None
     scope: str = ""
     prompt_logprobs: bool = False
     constraint: Callable[[], Constraint] | None = None

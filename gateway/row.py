@@ -111,6 +111,12 @@ class Row:
         return len(self.request.prompt_ids)
 
     @property
+    def noise_choice(self) -> int:
+        """The choice number that goes into the noise."""
+        given = self.request.noise_choice
+        return self.request.choice if given is None else given
+
+    @property
     def num_left(self) -> int:
         """Tokens this choice may still write."""
         return self.most_tokens - self.history.num_written
@@ -185,7 +191,7 @@ class Row:
         """The uniform in [0, 1) that may probe a position; None where the policy does not probe."""
         if not self.request.policy.probe_rate:
             return None
-        return uniform(f"probe:{self.request.sampling.seed}:{self.request.choice}:{position}")
+        return uniform(f"probe:{self.request.sampling.seed}:{self.noise_choice}:{position}")
 
     def fact_value(self, position: int, proposal: int) -> float:
         """1 where a proposal for an output position looks like part of a fact, else 0."""
@@ -247,7 +253,7 @@ class Row:
         if position < 0:
             return Ask(
                 sampling=Sampling(max_tokens=1, seed=0, temperature=0.0),
-                choice=self.request.choice,
+                choice=self.noise_choice,
                 position=position,
                 prompt=(),
                 output=(),
@@ -262,7 +268,7 @@ class Row:
         shaped = sampling.shapes_logits or penalty != 1.0
         return Ask(
             sampling=sampling,
-            choice=self.request.choice,
+            choice=self.noise_choice,
             position=position,
             prompt=self.request.prompt_ids,
             output=self.sequence[self.num_prompt : idx] if shaped else (),

@@ -8,7 +8,18 @@ from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.types import ASGIApp
 
-from gateway.api import inference, models, openapi, operations, replays, traces
+from gateway.api import (
+    debugger,
+    inference,
+    insight,
+    models,
+    openapi,
+    operations,
+    opinions,
+    replays,
+    rollouts,
+    traces,
+)
 from gateway.api.errors import on_exception
 from gateway.api.front import Front
 from gateway.api.guard import check_key
@@ -21,6 +32,7 @@ HANDLERS = (
     models.get_model,
     models.tokenize,
     models.detokenize,
+    models.tokenizer_info,
     operations.health,
     operations.ready,
     operations.metrics,
@@ -29,6 +41,24 @@ HANDLERS = (
     traces.get_steps,
     replays.replay_all,
     replays.replay_one,
+    debugger.post_what_if,
+    debugger.post_fork,
+    debugger.get_diff,
+    debugger.get_export,
+    insight.get_advice,
+    insight.get_diagnosis,
+    opinions.post_score,
+    opinions.post_review,
+    opinions.get_sample,
+    rollouts.start_rollout,
+    rollouts.list_rollouts,
+    rollouts.get_rollout,
+    rollouts.act_on_rollout,
+    rollouts.list_alerts,
+    rollouts.add_silence,
+    rollouts.delete_silence,
+    rollouts.list_deliveries,
+    rollouts.redeliver,
     openapi.openapi_json,
     openapi.docs,
 )

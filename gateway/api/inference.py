@@ -18,7 +18,7 @@ from gateway.api.errors import ApiError, as_api_error
 from gateway.api.form import Form
 from gateway.api.guard import caller
 from gateway.api.live import Cancelled, Failed, Live, TooLate
-from gateway.api.plan import Origin, plan_completion
+from gateway.api.plan import Arm, Origin, plan_completion
 from gateway.api.plan_chat import plan_chat
 from gateway.api.route import Route
 from gateway.api.service import Service, clash, service_of
@@ -48,7 +48,12 @@ async def completions(request: HttpRequest) -> Response[bytes]:
     service.check_model(body.model)
     origin = await _origin(request, service, "cmpl", "/v1/completions")
     requests = plan_completion(
-        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine)
+        body,
+        origin,
+        _arm(request, service, body, origin),
+        service.policies,
+        engine.tokenizer,
+        service.limits(engine),
     )
     form = CompletionForm(body, requests, engine.tokenizer, int(origin.received))
     return await _serve(request, service, Live(engine, requests), form, body)
@@ -69,10 +74,21 @@ async def chat_completions(request: HttpRequest) -> Response[bytes]:
     constraint = await asyncio.to_thread(lambda: constraint_of(body, service.grammars()))
     origin = await _origin(request, service, "chatcmpl", "/v1/chat/completions")
     requests = plan_chat(
-        body, origin, service.arm(), service.policies, engine.tokenizer, service.limits(engine), constraint
+        body,
+        origin,
+        _arm(request, service, body, origin),
+        service.policies,
+        engine.tokenizer,
+        service.limits(engine),
+        constraint,
     )
     form = ChatForm(body, requests, engine.tokenizer, int(origin.received))
     return await _serve(request, service, Live(engine, requests), form, body)
+
+
+def _arm(request: HttpRequest, service: Service, body: DecodingRequest, origin: Origin) -> Arm:
+    """Stable or canary, by the body's user, the x-user-id header, or the request itself."""
+    return service.arm(origin.id, body.user, request.headers.get("x-user-id"))
 
 
 async def _origin(request: HttpRequest, service: Service, prefix: str, endpoint: str) -> Origin:

@@ -99,7 +99,7 @@ def requests_for(
     for prompt in prompts:
         _check_length(len(prompt), max_tokens, limits.max_model_len, prompt_field)
     sampling = _sampling(body, max_tokens, tokenizer)
-    policy_name, policy = _policy(body.routing, arm, policies)
+    policy_name, policy = overlaid(body.routing, arm.policy_name, arm.policy, policies)
     if reads_prompt:
         policy = _reading_the_prompt(policy)
         if body.stream and getattr(body, "prompt_logprobs", None) is not None:
@@ -159,10 +159,12 @@ def _sampling(body: DecodingRequest, max_tokens: int, tokenizer: Tokenizer) -> S
     )
 
 
-def _policy(routing: Routing | None, arm: Arm, policies: Mapping[str, Policy]) -> tuple[str, Policy]:
+def overlaid(
+    routing: Routing | None, name: str, policy: Policy, policies: Mapping[str, Policy]
+) -> tuple[str, Policy]:
+    """A named policy with a `routing` object laid over it; raises BodyError naming the key."""
     if routing is None:
-        return arm.policy_name, arm.policy
-    name, policy = arm.policy_name, arm.policy
+        return name, policy
     if routing.policy is not None:
         if routing.policy not in policies:
             known = ", ".join(sorted(policies))

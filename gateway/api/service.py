@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from alerts.service import AlertsService
 from gateway.access import Keyring
 from gateway.api.errors import ApiError
 from gateway.api.limits import Pace, Quota, too_many
@@ -36,6 +37,7 @@ class Service:
     metrics: Metrics
     model_name: str
     keys: Keyring = field(default_factory=Keyring)
+    alerts: AlertsService | None = None
     recorder: Recorder | None = None
     engine: Engine | None = None
     draining: bool = False
@@ -59,9 +61,17 @@ class Service:
         """Models loaded and the queue open."""
         return self.engine is not None and self.engine.ready and not self.draining
 
-    def arm(self) -> Arm:
-        """The arm and policy of a new request, before its own routing keys."""
-        return Arm(name="stable", policy_name="stable", policy=self.policies["stable"])
+    @property
+    def stable(self) -> Policy:
+        """The policy in force: the config's, or the one a rollout promoted."""
+        return self.policies["stable"] if self.alerts is None else self.alerts.stable
+
+    def arm(self, request_id: str, user: str | None, header_user: str | None) -> Arm:
+        """The arm and policy of a new request, before its own routing keys; users keep their arm."""
+        if self.alerts is None:
+            return Arm(name="stable", policy_name="stable", policy=self.stable)
+        given = self.alerts.assign(request_id, user, header_user)
+        return Arm(name=given.arm, policy_name=given.policy_name, policy=given.policy)
 
     def engine_or_503(self) -> Engine:
         """The engine, or ApiError 503 while the models load or the gateway drains."""
