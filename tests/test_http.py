@@ -162,3 +162,8 @@ def test_a_stream_is_one_access_line(gateway: FakeGateway) -> None:
 def test_no_route_is_left_out() -> None:
     paths = {path for handler in HANDLERS for path in handler.paths}
     assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/v1/traces/{trace_id:str}/steps"} <= paths
+
+
+def test_headers_are_limited(gateway: FakeGateway) -> None:
+    response = gateway.http.get("/v1/models", headers={"x-padding": "x" * 40_000})
+    assert error(response, 431)["code"] == "headers_too_large"

@@ -341,3 +341,10 @@ def test_a_client_who_reads_nothing_is_dropped_and_holds_nobody_up() -> None:
             )
             gateway.worker.hold = False
             assert gateway.post(COMPLETIONS, TEXT).status_code == 200
+
+
+def test_a_long_prompt_is_planned_beside_the_loop(gateway: FakeGateway) -> None:
+    gateway.worker.max_model_len, before = 100_000, gateway.worker.max_model_len
+    body = gateway.post(COMPLETIONS, {**TEXT, "prompt": "a" * 60_000, "max_tokens": 1}).json()
+    gateway.worker.max_model_len = before
+    assert body["usage"]["prompt_tokens"] == 60_000

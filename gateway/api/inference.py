@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -23,12 +23,15 @@ from gateway.api.plan_chat import plan_chat
 from gateway.api.route import Route
 from gateway.api.service import Service, clash, service_of
 from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
-from gateway.api.tools import constraint_of
+from gateway.api.tools import constraint_of, wants_grammar
+from gateway.request import Request as Planned
 from gateway.wire import CompletionRequest, DecodingRequest
 from gateway.wire_chat import ChatRequest
 from gateway.wire_out import ChatCompletion, Completion
 
 EVENTS = "text/event-stream"
+LONG_BODY = 50_000
+"""Bytes; about 10 ms of tokenizing."""
 
 log = structlog.get_logger("gateway")
 
@@ -47,13 +50,9 @@ async def completions(request: HttpRequest) -> Response[bytes]:
     engine = service.engine_or_503()
     service.check_model(body.model)
     origin = await _origin(request, service, "cmpl", "/v1/completions")
-    requests = plan_completion(
-        body,
-        origin,
-        _arm(request, service, body, origin),
-        service.policies,
-        engine.tokenizer,
-        service.limits(engine),
+    arm, limits = _arm(request, service, body, origin), service.limits(engine)
+    requests = await _planned(
+        request, lambda: plan_completion(body, origin, arm, service.policies, engine.tokenizer, limits)
     )
     form = CompletionForm(body, requests, engine.tokenizer, int(origin.received))
     return await _serve(request, service, Live(engine, requests), form, body)
@@ -70,17 +69,15 @@ async def chat_completions(request: HttpRequest) -> Response[bytes]:
     body = await read_body(request, ChatRequest)
     engine = service.engine_or_503()
     service.check_model(body.model)
-    # Compiling a grammar takes up to a second, in which others must go on.
-    constraint = await asyncio.to_thread(lambda: constraint_of(body, service.grammars()))
+    constraint = None
+    if wants_grammar(body):
+        # Compiling takes up to a second, in which others must go on.
+        constraint = await asyncio.to_thread(lambda: constraint_of(body, service.grammars()))
     origin = await _origin(request, service, "chatcmpl", "/v1/chat/completions")
-    requests = plan_chat(
-        body,
-        origin,
-        _arm(request, service, body, origin),
-        service.policies,
-        engine.tokenizer,
-        service.limits(engine),
-        constraint,
+    arm, limits = _arm(request, service, body, origin), service.limits(engine)
+    requests = await _planned(
+        request,
+        lambda: plan_chat(body, origin, arm, service.policies, engine.tokenizer, limits, constraint),
     )
     form = ChatForm(body, requests, engine.tokenizer, int(origin.received))
     return await _serve(request, service, Live(engine, requests), form, body)
@@ -89,6 +86,13 @@ async def chat_completions(request: HttpRequest) -> Response[bytes]:
 def _arm(request: HttpRequest, service: Service, body: DecodingRequest, origin: Origin) -> Arm:
     """Stable or canary, by the body's user, the x-user-id header, or the request itself."""
     return service.arm(origin.id, body.user, request.headers.get("x-user-id"))
+
+
+async def _planned(request: HttpRequest, plan: Callable[[], tuple[Planned, ...]]) -> tuple[Planned, ...]:
+    """Run a plan; in a thread where turning a long prompt into tokens would hold others up."""
+    if len(await request.body()) < LONG_BODY:
+        return plan()
+    return await asyncio.to_thread(plan)
 
 
 async def _origin(request: HttpRequest, service: Service, prefix: str, endpoint: str) -> Origin:

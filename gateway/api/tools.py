@@ -24,15 +24,21 @@ class Call:
     arguments: str
 
 
+def wants_grammar(body: ChatRequest) -> bool:
+    """Whether the answer must follow a grammar (or asks for one that it cannot have)."""
+    formatted = body.response_format is not None and body.response_format.type != "text"
+    return formatted or body.tool_choice not in (None, "none", "auto")
+
+
 def constraint_of(body: ChatRequest, grammars: Grammars) -> Callable[[], Constraint] | None:
     """The grammar that the answer must follow, if any; may take a second. Raises BodyError."""
     offered(body)
+    if not wants_grammar(body):
+        return None
     wanted = body.response_format
     forced = body.tool_choice not in (None, "none", "auto")
     if wanted is not None and wanted.type == "text":
         wanted = None
-    if wanted is None and not forced:
-        return None
     if wanted is not None and forced:
         raise BodyError(
             "tool_choice: a forced tool call excludes response_format", "tool_choice", "invalid_value"
