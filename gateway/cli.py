@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gateway import cli_bench, cli_keys, cli_models, cli_replay, cli_serve, cli_ui
+from gateway import cli_bench, cli_diagnose, cli_keys, cli_models, cli_replay, cli_rollout, cli_serve, cli_ui
 from gateway.config import ConfigError, markdown
 
 
@@ -37,6 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
     cli_keys.add_to(commands)
     cli_bench.add_to(commands)
     cli_ui.add_to(commands)
+    cli_diagnose.add_to(commands)
+    cli_rollout.add_to(commands)
     config = commands.add_parser("config", help="print every key of the config file as Markdown tables")
     config.set_defaults(run=_print_config)
     return parser

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-
-from gateway.config import ConfigError, load_config
+from gateway.config import ConfigError
+from gateway.remote import ask, data_dir_of, running_gateway
 
 REPLAY_TIMEOUT_S = 3600.0
 """A whole tape may take a while."""
@@ -37,38 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> tuple[int, int, list[str]]:
-    overrides = {} if arguments.data_dir is None else {"logs.data_dir": arguments.data_dir}
-    data_dir = load_config(None, os.environ, overrides).data_dir
+    data_dir = data_dir_of(arguments.data_dir)
     url = arguments.url or running_gateway(data_dir)
-    if url is not None:
-        return _through(url, arguments.request_id)
-    return _directly(data_dir, arguments.request_id)
-
-
-def running_gateway(data_dir: Path) -> str | None:
-    """Where the gateway that holds this tape listens; None when none runs."""
-    try:
-        url = (data_dir / "gateway.url").read_text(encoding="utf-8").strip()
-        httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
-    except (OSError, httpx.HTTPError):
-        # A file left behind by a gateway that was killed says nothing.
-        return None
-    return url
-
-
-def _through(url: str, request_id: str | None) -> tuple[int, int, list[str]]:
-    path = "/v1/replay" if request_id is None else f"/v1/traces/{quote(request_id, safe='')}/replay"
-    key = os.environ.get("TOKENTAPE_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.get(url.rstrip("/") + path, headers=headers, timeout=REPLAY_TIMEOUT_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise ConfigError(f"--url: no gateway answers at {url}: {error}") from None
-    body = answer.json() if answer.headers.get("content-type") == "application/json" else {}
-    if answer.status_code != 200:
-        said = body.get("error", {}).get("message", answer.reason_phrase)
-        raise ConfigError(f"the gateway at {url} refused: {said}")
-    return body["decisions"], body["mismatches"], body["shown"]
+    if url is None:
+        return _directly(data_dir, arguments.request_id)
+    name = arguments.request_id
+    path = "/v1/replay" if name is None else f"/v1/traces/{quote(name, safe='')}/replay"
+    found = ask(url, "GET", path, timeout_s=REPLAY_TIMEOUT_S)
+    return found["decisions"], found["mismatches"], found["shown"]
 
 
 def _directly(data_dir: Path, request_id: str | None) -> tuple[int, int, list[str]]:

@@ -40,7 +40,7 @@ async def start_rollout(request: HttpRequest) -> Response[bytes]:
 @get("/v1/rollouts", opt=READ)
 async def list_rollouts(request: HttpRequest) -> Response[bytes]:
     """Every rollout, newest first."""
-    return as_json(await _call(_alerts(request).rollouts))
+    return as_json({"data": await _call(_alerts(request).rollouts)})
 
 
 @get("/v1/rollouts/{name:str}", opt=READ)
