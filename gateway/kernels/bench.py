@@ -11,12 +11,13 @@ import functools
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gateway import kernels
 
@@ -121,77 +122,81 @@ def best_ms(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str
     return best
 
 
-def stream_gb_s(num_bytes: int = 1_600_000_000, repeats: int = 5) -> float:
-    """Read bandwidth of all threads, GB/s: the sum of an array far larger than the caches."""
-    array = torch.ones(num_bytes // 8, dtype=torch.int64)
-    return num_bytes / best_ms({"sum": array.sum}, repeats)["sum"] / 1e6
-
-
-def peak_gmac_s(path: str) -> float:
-    """The rate of the path's dot-product instruction with operands in registers, GMAC/s, all threads."""
-    kernels.use_path(path)
-    repeats = 300_000
-    done = torch.ops.tokentape.peak(repeats)
-    ms = best_ms({"peak": lambda: torch.ops.tokentape.peak(repeats)}, 5)["peak"]
-    return float(done) / ms / 1e6
-
-
-def linear_gmac_s(path: str, rows: int, n: int = 4096, k: int = 1536) -> float:
-    """What `int8_linear` reaches on a weight that stays in cache, GMAC/s."""
+def arithmetic(path: str, n: int = 4096, k: int = 1536) -> dict[str, float | None]:
+    """GMAC/s of all threads: the path's dot-product instruction with operands in registers (None where it
+    has none of its own), and `int8_linear` with 64 rows and a weight that stays in the caches.
+    """
     kernels.use_path(path)
     packed = kernels.quantize_weight(torch.randn(n, k))
-    x = torch.randn(rows, k)
-    ms = best_ms({"linear": lambda: kernels.int8_linear(x, packed)}, 10)["linear"]
-    return rows * n * k / ms / 1e6
+    x = torch.randn(64, k)
+    repeats = 100_000
+    done = float(torch.ops.tokentape.peak(repeats))
+    calls = {
+        "peak": lambda: torch.ops.tokentape.peak(repeats),
+        "linear": lambda: kernels.int8_linear(x, packed),
+    }
+    best = best_ms(calls, 30)
+    return {
+        "peak": done / best["peak"] / 1e6 if done else None,
+        "linear_64": 64 * n * k / best["linear"] / 1e6,
+    }
 
 
-def bf16_linear_ms(sizes: Sizes, rows: int) -> float:
-    """All of a model's linear layers by torch in bfloat16: one layer timed, times the number of layers."""
+def alternatives_ms(sizes: Sizes, rows: int) -> dict[str, float]:
+    """All of a model's linear layers, in milliseconds: by torch in bfloat16, by torch's dynamically quantized
+    int8 (per tensor, oneDNN), and by `int8_linear`. One block is timed on weights that no cache holds.
+    """
     width = sizes.heads * sizes.head_dim
-    qkv = width + 2 * sizes.kv_heads * sizes.head_dim
     shapes = [
-        (qkv, sizes.hidden),
+        (width + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden),
         (sizes.hidden, width),
         (2 * sizes.intermediate, sizes.hidden),
         (sizes.hidden, sizes.intermediate),
     ]
-    weights = [
-        [torch.randn(n, k).bfloat16() for n, k in shapes] for _ in range(6)
-    ]  # more than the caches hold
-    head = torch.randn(sizes.vocab, sizes.hidden).bfloat16()
-    inputs = {k: torch.randn(rows, k).bfloat16() for _, k in shapes}
-
-    def layers() -> None:
-        for one in weights:
-            for w in one:
-                torch.nn.functional.linear(inputs[w.shape[1]], w)
-
-    best = best_ms(
-        {"layers": layers, "head": lambda: torch.nn.functional.linear(inputs[sizes.hidden], head)}, 3
-    )
-    return best["layers"] / len(weights) * sizes.layers + best["head"]
+    copies = 6
+    plain = [torch.randn(n, k) for n, k in shapes * copies]
+    bf16 = [w.bfloat16() for w in plain]
+    packed = [kernels.quantize_weight(w) for w in bf16]
+    torch_int8 = [
+        torch.ops.quantized.linear_prepack(
+            torch.quantize_per_channel(
+                w, w.abs().amax(1) / 127, torch.zeros(len(w), dtype=torch.int64), 0, torch.qint8
+            ),
+            None,
+        )
+        for w in plain
+    ]
+    x = {k: torch.randn(rows, k) for _, k in shapes}
+    x16 = {k: v.bfloat16() for k, v in x.items()}
+    calls = {
+        "torch bf16": lambda: [nn.functional.linear(x16[w.shape[1]], w) for w in bf16],
+        "torch int8 dynamic": lambda: [
+            torch.ops.quantized.linear_dynamic(x[k], w, True)
+            for w, (_, k) in zip(torch_int8, shapes * copies, strict=True)
+        ],
+        "int8_linear": lambda: [kernels.int8_linear(x[w.k], w) for w in packed],
+    }
+    return {name: ms / copies * sizes.layers for name, ms in best_ms(calls, 5).items()}
 
 
 def measure(shapes: list[str], repeats: int, compare: bool) -> dict[str, object]:
     """Every number of the bench, by name."""
-    found: dict[str, object] = {"threads": torch.get_num_threads(), "stream_gb_s": stream_gb_s()}
-    best_path = kernels.paths()[0]
-    arithmetic = {}
-    for path in kernels.paths():
-        peak = peak_gmac_s(path) if path in ("amx", "vnni") else None
-        arithmetic[path] = {"peak_gmac_s": peak, "linear_64_gmac_s": linear_gmac_s(path, 64)}
-    found["arithmetic"] = arithmetic
-    kernels.use_path(best_path)
-    stream = float(str(found["stream_gb_s"]))
+    found: dict[str, object] = {"threads": torch.get_num_threads()}
+    found["gmac_s"] = {path: arithmetic(path) for path in kernels.paths()}
+    kernels.use_path(kernels.paths()[0])
     for name in shapes:
         loaded = random_decoder(SHAPES[name])
-        calls = {str(rows): functools.partial(loaded.step, rows) for rows in ROWS}
+        weights = torch.empty(loaded.num_bytes, dtype=torch.uint8).fill_(1)
+        calls: dict[str, Callable[[], object]] = {
+            str(rows): functools.partial(loaded.step, rows) for rows in ROWS
+        }
+        calls["floor"] = functools.partial(torch.ops.tokentape.read, weights)
         ms = best_ms(calls, repeats)
-        floor = loaded.num_bytes / stream / 1e6
-        row: dict[str, object] = {"weight_mb": loaded.num_bytes / 1e6, "floor_ms": floor, "ms": ms}
-        row["of_floor"] = {rows: value / floor for rows, value in ms.items()}
+        row: dict[str, object] = {"weight_mb": loaded.num_bytes / 1e6, "ms": ms}
+        row["stream_gb_s"] = loaded.num_bytes / ms["floor"] / 1e6
+        row["of_floor"] = {rows: value / ms["floor"] for rows, value in ms.items()}
         if compare:
-            row["bf16_linear_ms"] = {str(rows): bf16_linear_ms(SHAPES[name], rows) for rows in (1, 8, 64)}
+            row["layers_ms"] = {str(rows): alternatives_ms(SHAPES[name], rows) for rows in (1, 8, 64)}
         found[name] = row
     return found
 
@@ -201,11 +206,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gateway.kernels.bench", description=__doc__)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: all")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--no-compare", action="store_true", help="leave out torch's bfloat16 linear layers")
+    parser.add_argument("--no-compare", action="store_true", help="leave out torch's own linear layers")
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     options = parser.parse_args()
     if not kernels.available():
         return 1
+    warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # deprecated, but the peer to beat
     with torch.inference_mode():
         found = measure(options.shape or sorted(SHAPES), options.repeats, not options.no_compare)
     text = json.dumps(found, indent=1)

@@ -90,6 +90,7 @@ struct Kernels {
   void (*attention)(Worker&, const Model&, const Pass&, int64_t layer, const float* q,
                     int64_t q_stride, float* out, float* entropy, Scratch&);
   void (*forward)(Worker, const Model&, const Pass&, Scratch&, bool amx);
+  int64_t (*read)(Worker, const uint8_t* bytes, int64_t count);
   double (*peak)(bool amx, int64_t repeats);  // multiply-adds done, for timing
 };
 

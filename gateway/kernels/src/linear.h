@@ -136,10 +136,15 @@ void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row,
     for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup)
       for (int64_t b = outer * 2; b < (outer + pairs) * 2; b += 2) {
         const uint8_t *w0 = wp + b * stride, *w1 = w0 + stride;
+        const auto ahead = [&](int q) { for (int i = q * 512; i < q * 512 + 512; i += 64) { prefetch(w0 + 2048 + i); prefetch(w1 + 2048 + i); } };
         _tile_loadd(4, w0, 64);
+        ahead(0);
         _tile_loadd(5, w0 + 1024, 64);
+        ahead(1);
         _tile_loadd(6, w1, 64);
+        ahead(2);
         _tile_loadd(7, w1 + 1024, 64);
+        ahead(3);
         for (int64_t first = 0; first < rows; first += 16) {
           _tile_zero(0);
           _tile_zero(1);
@@ -149,11 +154,6 @@ void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row,
           _tile_dpbsud(1, 2, 6);
           _tile_dpbsud(0, 3, 5);
           _tile_dpbsud(1, 3, 7);
-          if (first == 0)
-            for (int64_t i = 0; i < 2048; i += 64) {
-              prefetch(w0 + 2048 + i);
-              prefetch(w1 + 2048 + i);
-            }
           if (before.buffer >= 0) scale_step(before);
           before = {g, b, first, before.buffer == 0};
           _tile_stored(0, dot[before.buffer], 128);
@@ -178,24 +178,38 @@ constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 
 #if !defined(__AVX512VNNI__)
 
+#if defined(__AVX2__)
+constexpr int kPart = 32, kPlainRows = 4;
+#else
+constexpr int kPart = 16, kPlainRows = 2;
+#endif
+constexpr int kParts = 64 / kPart;  // of a block's sixteen outputs, each as wide as a register
+typedef float fpart __attribute__((vector_size(kPart), aligned(4), may_alias));
+typedef int32_t ipart __attribute__((vector_size(kPart), aligned(4), may_alias));
+
 // R rows by one block, in float32: a group's products and sums stay below 2^24, so they are exact integers.
 template <int R>
 void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
   v16 total[R] = {};
   const uint8_t* wp = weights_of(w, block);
   for (int64_t g = 0; g < w.groups; ++g) {
-    v16 dot[R] = {};
-    for (int64_t k = 0; k < kGroup; k += 4, wp += 64) {
-      const v16u four = *reinterpret_cast<const v16u*>(wp);
-      for (int j = 0; j < 4; ++j) {
-        const v16 value = __builtin_convertvector((v16i)((four >> (8 * j)) & 255u), v16);
-        for (int r = 0; r < R; ++r) dot[r] += value * x.q[((row + r) * w.groups + g) * kGroup + k + j];
+    float xs[R][kGroup];
+    for (int r = 0; r < R; ++r)
+      for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[((row + r) * w.groups + g) * kGroup + k];
+    fpart dot[R][kParts] = {};
+    for (int64_t k = 0; k < kGroup; k += 4, wp += 64)
+      for (int part = 0; part < kParts; ++part) {
+        const ipart four = *reinterpret_cast<const ipart*>(wp + part * kPart);
+        for (int j = 0; j < 4; ++j) {
+          const fpart value = __builtin_convertvector((four >> (8 * j)) & 255, fpart);
+          for (int r = 0; r < R; ++r) dot[r][part] += value * xs[r][k + j];
+        }
       }
-    }
     const v16 ws = scales_of(w, block, g);
     for (int r = 0; r < R; ++r) {
       const int64_t at = g * x.padded + row + r;
-      total[r] = add_group(total[r], __builtin_convertvector(dot[r], v16i) + x.sum[at], ws, x.scale[at]);
+      const v16 whole = load(reinterpret_cast<const float*>(dot[r]));
+      total[r] = add_group(total[r], __builtin_convertvector(whole, v16i) + x.sum[at], ws, x.scale[at]);
     }
   }
   for (int r = 0; r < R; ++r) put(w, y, row + r, block, total[r]);
@@ -204,7 +218,7 @@ void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t ro
 void plain_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
   for (int64_t b = block; b < block + kItem / kBlock; ++b) {
     int64_t row = 0;
-    for (; row + 4 <= x.rows; row += 4) plain_tile<4>(w, x, b, row, y);
+    for (; row + kPlainRows <= x.rows; row += kPlainRows) plain_tile<kPlainRows>(w, x, b, row, y);
     for (; row < x.rows; ++row) plain_tile<1>(w, x, b, row, y);
   }
 }

@@ -341,6 +341,15 @@ class Decoder : public torch::CustomClassHolder {
   Quantized quantized_;
 };
 
+int64_t read(const Tensor& bytes) {
+  TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.is_contiguous(), "bytes must be contiguous uint8");
+  std::atomic<int64_t> all{0};
+  on_team(path(), 1, [&](const Kernels& kernels, Worker me) {
+    all += kernels.read(me, bytes.const_data_ptr<uint8_t>(), bytes.numel());
+  });
+  return all;
+}
+
 double peak(int64_t repeats) {
   double done = 0;
   on_team(path(), 0, [&](const Kernels& kernels, Worker) {
@@ -365,6 +374,7 @@ TORCH_LIBRARY(tokentape, lib) {
       &attention);
   lib.def("paths() -> str[]", &path_names);
   lib.def("use_path(str name) -> ()", &use_path);
+  lib.def("read(Tensor bytes) -> int", &read);
   lib.def("peak(int repeats) -> float", &peak);
 }
 
