@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import structlog
@@ -217,11 +218,11 @@ def url_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def replay_ui_beside(url: str, port: int) -> Iterator[None]:
+def replay_ui_beside(url: str, port: int, data_dir: Path | None = None) -> Iterator[None]:
     """Run the replay UI as a child process, on loopback only, for as long as the block lasts."""
     # Its own session: a Ctrl+C in the terminal must reach the gateway first, which ends the UI last.
     child = subprocess.Popen(
-        command(port, url),
+        command(port, url, data_dir=data_dir),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

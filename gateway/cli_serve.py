@@ -80,7 +80,7 @@ async def _serve(config: Config, keys: Keyring) -> int:
             print(f"ready {url}", flush=True)
 
         if config.server.ui:
-            beside.enter_context(replay_ui_beside(url_of(listener), config.server.ui_port))
+            beside.enter_context(replay_ui_beside(url_of(listener), config.server.ui_port, config.data_dir))
             print(f"replay UI http://127.0.0.1:{config.server.ui_port}", file=sys.stderr, flush=True)
         await gateway.run(listener, on_ready)
     return 0

@@ -140,14 +140,18 @@ class Gateway:
         )
         return found
 
-    def fork(self, trace_id: str, at: int, token_id: int | None, routing: Mapping[str, Any]) -> str:
+    def fork(
+        self, trace_id: str, at: int, token_id: int | None, routing: Mapping[str, Any], choice: int = 0
+    ) -> str:
         """Run the models again from output position `at`; the new trace's id."""
+        params = {"choice": choice} if choice else None
         body: dict[str, Any] = {"at": at}
         if token_id is not None:
             body["token_id"] = token_id
         if routing:
             body["routing"] = dict(routing)
-        return str(self.json("POST", _trace(trace_id, "fork"), body=body, timeout=300.0)["id"])
+        path = _trace(trace_id, "fork")
+        return str(self.json("POST", path, params=params, body=body, timeout=300.0)["id"])
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
         """Two traces compared by the gateway."""

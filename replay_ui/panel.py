@@ -19,7 +19,7 @@ OUTCOMES = {
     "recovered": "the large model's token after it rejected a draft",
     "bonus": "the large model's token after a full draft",
     "large": "left to the large model",
-    "forced": "given, not decoded (before the fork)",
+    "forced": "given with the fork, not decoded",
     "rejected": "drafted, and the large model refused it",
     "discarded": "drafted, but never examined: an earlier draft was refused or the answer had ended",
 }
@@ -104,7 +104,7 @@ def _rules(found: Verdict | None, row: Mapping[str, Any], steps: Steps, position
                     f"<code>{markup(alone(steps.tokens[before], 40))}</code> and wrote its own token."
                 )
         elif row.get("outcome") == "forced":
-            said = "This token was given: it lies before the fork."
+            said = "This token was given with the fork, not decoded."
         return f'<div class="tt-rules tt-dim">{said}</div>'
     cells = ""
     for rule in found.rules:

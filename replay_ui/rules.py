@@ -33,6 +33,7 @@ ORDER = (
     ("mode", frozenset({"mode"})),
     ("protected", frozenset({"protected_prefix"})),
     ("budget", frozenset({"budget"})),
+    ("load", frozenset({"load"})),
     ("draft", frozenset({"draft_full"})),
     ("run", frozenset({"run_limit"})),
     ("loop", frozenset({"loop_guard"})),
@@ -126,6 +127,7 @@ def _texts(policy: Policy, row: Mapping[str, Any]) -> dict[str, str]:
     idx = row.get("idx") or 0
     budget = policy.large_token_budget
     return {
+        "load": "routing does not pay now" if row.get("draft_limit") == 0 else "routing pays",
         "lookup": "these tokens were followed by this one before",
         "mode": str(policy.mode),
         "protected": f"position {idx} {'<' if idx < policy.protect_first else '≥'} {policy.protect_first}",

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 UNWRITTEN = frozenset({"rejected", "discarded"})
-GUARDS = frozenset({"loop_guard", "fact_guard", "run_limit"})
+GUARDS = frozenset({"loop_guard", "fact_guard"})
 
 JUMPS = {
     "rejection": "R",

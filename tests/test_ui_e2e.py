@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,3 +291,37 @@ def test_a_row_of_traces_opens_replay_and_back_returns(reader: Reader) -> None:
     assert "/replay?trace=" in reader.page.url
     reader.page.go_back()
     reader.page.wait_for_selector("tbody tr", timeout=30_000)
+
+
+def test_the_real_gateway_and_ui_by_one_command(browser: Browser, tmp_path: Path) -> None:
+    """`tokentape serve --preset tiny`: an answer, its tokens in Replay, and what-if over the real API."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, ui_port = one.getsockname()[1], two.getsockname()[1]
+    argv = [sys.executable, "-m", "gateway.cli", "serve", "--preset", "tiny", "--port", str(port)]
+    argv += ["--ui-port", str(ui_port), "--data-dir", str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready ")
+            body = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "Hello"}],
+                "max_tokens": 60,
+                "routing": {"accept": "trust", "threshold": 0.3},
+            }
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=120)
+            reader = Reader(browser, f"http://127.0.0.1:{ui_port}")
+            trace = answer.headers["x-request-id"]
+            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as client:
+                assert client.get(f"{reader.base}/_stcore/health", timeout=60).is_success
+            reader.open(f"/replay?trace={trace}&step=20&threshold=0.99")
+            reader.step(20)
+            reader.page.wait_for_selector(".strip .t.flip", timeout=30_000)
+            assert "decided anew: the same" in reader.page.content() or "No rule" in reader.page.content()
+            reader.shot("replay-real-gateway")
+            reader.context.close()
+        finally:
+            process.terminate()
+            process.wait(60)

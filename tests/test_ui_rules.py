@@ -60,3 +60,20 @@ def test_a_policy_this_version_does_not_know_is_not_guessed() -> None:
     assert policy_of({"policy": {"threshold": 0.5, "clairvoyance": 1}}) is None
     assert policy_of({"policy": None}) is None
     assert policy_of({"policy": '{"threshold": 0.25}'}) == Policy(threshold=0.25)
+
+
+def test_load_and_looked_up_rows_are_decided_alike_anew() -> None:
+    state = {"draft_pos": 0, "run_length": 0, "guard_value": 0.0, "ema_acceptance": 1.0, "large_used": 12}
+    busy = {**state, "idx": 12, "draft_limit": 0, "action": "defer", "reason": "load", "tier": "large"}
+    copied = {
+        **state,
+        "idx": 12,
+        "draft_limit": 5,
+        "action": "keep",
+        "reason": "lookup_hit",
+        "tier": "lookup",
+    }
+    for row, name in ((busy, "load"), (copied, "lookup")):
+        found = verdict(Policy(), row)
+        assert found.agrees is True
+        assert [rule.name for rule in found.rules if rule.verdict in {"keep", "defer"}] == [name]

@@ -108,9 +108,10 @@ def _source(answer: Mapping[str, Any]) -> str:
 def chart(curve: Sequence[Mapping[str, Any]], chosen: float, answer: Mapping[str, Any]) -> Any:
     """Agreement with its band on the left axis, the kept share on the right; thresholds as rules."""
     points = alt.Data(values=[dict(p) for p in curve])
-    low = min((p["low"] for p in curve if p.get("low") is not None), default=0.8)
+    # A threshold that keeps next to nothing has an interval that would flatten all the others.
+    low = min((p["agreement"] for p in curve if p.get("agreement") is not None), default=0.8)
     x = alt.X("threshold:Q", title="threshold", scale=alt.Scale(domain=[0, 1]))
-    scale = alt.Scale(domain=[max(0.0, low - 0.02), 1.0])
+    scale = alt.Scale(domain=[max(0.0, low - 0.05), 1.0], clamp=True)
     band = alt.Chart(points).mark_area(opacity=0.2, color="#0072B2").encode(
         x=x, y=alt.Y("low:Q", scale=scale, title="agreement"), y2="high:Q"
     )  # fmt: skip

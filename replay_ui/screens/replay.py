@@ -64,6 +64,11 @@ def fetch(trace: str, choice: int) -> Loaded:
     kept = st.session_state.get(key)
     if isinstance(kept, Loaded) and kept.summary.get("finish_reason"):
         return kept
+    with st.spinner("Reading the trace from the tape; a long answer takes a few seconds."):
+        return _fetched(key, trace, choice)
+
+
+def _fetched(key: str, trace: str, choice: int) -> Loaded:
     summary = gateway().trace(trace)
     choices = summary.get("choices") or []
     if choice < len(choices):

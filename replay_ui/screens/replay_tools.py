@@ -203,7 +203,7 @@ def fork_dialog(shown: View, summary: Mapping[str, Any], steps: Steps, at: int) 
                 return
             token = ids[0]
         with st.spinner("decoding"):
-            made = gateway().fork(shown.trace, idx, token, shown.what_if if settings else {})
+            made = gateway().fork(shown.trace, idx, token, shown.what_if if settings else {}, shown.choice)
     except Problem as problem:
         show(problem)
         return
