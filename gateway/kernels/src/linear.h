@@ -197,11 +197,14 @@ void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t ro
     for (int r = 0; r < R; ++r)
       for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[((row + r) * w.groups + g) * kGroup + k];
     fpart dot[R][kParts] = {};
-    for (int64_t k = 0; k < kGroup; k += 4, wp += 64)
+    for (int64_t k = 0; k < kGroup; k += 4, wp += 64)  // unrolled, or gcc keeps the sums in memory
+#pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
         const ipart four = *reinterpret_cast<const ipart*>(wp + part * kPart);
+#pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           const fpart value = __builtin_convertvector((four >> (8 * j)) & 255, fpart);
+#pragma GCC unroll 4
           for (int r = 0; r < R; ++r) dot[r][part] += value * xs[r][k + j];
         }
       }
