@@ -348,3 +348,11 @@ def test_a_long_prompt_is_planned_beside_the_loop(gateway: FakeGateway) -> None:
     body = gateway.post(COMPLETIONS, {**TEXT, "prompt": "a" * 60_000, "max_tokens": 1}).json()
     gateway.worker.max_model_len = before
     assert body["usage"]["prompt_tokens"] == 60_000
+
+
+def test_a_refused_request_may_come_again_with_its_id(gateway: FakeGateway) -> None:
+    headers = {"x-request-id": "patient"}
+    gateway.worker.num_waiting = 256
+    assert gateway.post(COMPLETIONS, TEXT, headers=headers).json()["error"]["code"] == "queue_full"
+    gateway.worker.num_waiting = 0
+    assert gateway.post(COMPLETIONS, TEXT, headers=headers).status_code == 200

@@ -110,7 +110,7 @@ class Service:
         """Whether a trace of this id exists; may read the tape, so call it in a thread."""
         if request_id in self.running or request_id in self._ended:
             return True
-        return self.recorder is not None and self.recorder.reader().trace(request_id) is not None
+        return self.recorder is not None and self.recorder.reader().has(request_id)
 
     def start(self, live: Live, key: str = "") -> None:
         """Submit a key's request; ApiError 429 with Retry-After when there is no room, 409 for a taken id."""
@@ -120,6 +120,9 @@ class Service:
         wait_s = self.pace.expected_wait_s(engine.num_waiting, engine.num_running)
         if wait_s > self.config.server.max_wait_s:
             raise too_many(f"A slot would be free in about {wait_s:.0f} s", wait_s, "expected_wait")
+        # Refused before any choice is handed over: one that was would be a trace, and its id taken.
+        if engine.num_waiting + len(live.requests) > self.config.engine.max_queue:
+            raise too_many("Too many requests are waiting", wait_s, "queue_full")
         self.quota.enter(key)
         self.running[live.id] = live
         try:
