@@ -38,6 +38,8 @@ URL_FILE = "gateway.url"
 DRAIN_POLL_S = 0.05
 CLOSE_S = 5
 """Seconds that open connections get after the last answer."""
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that it is they who close them."""
 SETTLE_S = 5.0
 """Longest wait at the end for steps that still lack something."""
 MAX_HEADER_BYTES = 65_536
@@ -86,6 +88,7 @@ class Gateway:
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=CLOSE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
             ),
             self._drain_soon,
         )
