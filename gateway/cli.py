@@ -6,7 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gateway import cli_bench, cli_diagnose, cli_keys, cli_models, cli_replay, cli_rollout, cli_serve, cli_ui
+from gateway import (
+    cli_bench,
+    cli_calibrate,
+    cli_diagnose,
+    cli_keys,
+    cli_models,
+    cli_replay,
+    cli_rollout,
+    cli_serve,
+    cli_ui,
+)
 from gateway.config import ConfigError, markdown
 
 
@@ -36,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_replay.add_to(commands)
     cli_keys.add_to(commands)
     cli_bench.add_to(commands)
+    cli_calibrate.add_to(commands)
     cli_ui.add_to(commands)
     cli_diagnose.add_to(commands)
     cli_rollout.add_to(commands)
