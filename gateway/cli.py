@@ -10,6 +10,7 @@ from gateway import (
     cli_bench,
     cli_calibrate,
     cli_diagnose,
+    cli_evaluate,
     cli_keys,
     cli_models,
     cli_replay,
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_keys.add_to(commands)
     cli_bench.add_to(commands)
     cli_calibrate.add_to(commands)
+    cli_evaluate.add_to(commands)
     cli_ui.add_to(commands)
     cli_diagnose.add_to(commands)
     cli_rollout.add_to(commands)

@@ -66,10 +66,14 @@ class Spent:
 
 @dataclass(slots=True)
 class Runner:
-    """Runs prompts through one engine, which nothing else uses. spent: of the last `run`."""
+    """Runs prompts through one engine, which nothing else uses. spent: of the last `run`.
+
+    audits: whether the large model is asked about every token it did not verify.
+    """
 
     engine: Engine
     max_tokens: int
+    audits: bool = True
     spent: Spent = field(default_factory=lambda: Spent(0.0, {}, {}))
 
     def run(self, prompts: Sequence[Prompt], policy: Policy) -> Iterator[Answer]:
@@ -106,7 +110,7 @@ class Runner:
             policy_name="",
             received=time.time(),
             num_topk=2,
-            audited=True,
+            audited=self.audits,
         )
 
     def _fold(self, tick: Tick, running: dict[str, _Running]) -> None:
