@@ -1,0 +1,119 @@
+"""The curve: against HF forward passes, predicted times by hand, cliff and candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_pair import TinyPair
+from transformers import AutoModelForCausalLM
+
+from gateway.core import Accept, Mode, Tier
+from gateway.load import CostTable
+from gateway.policy import Policy
+from gateway.tuning import curve
+from gateway.tuning.prompts import Prompt
+from gateway.tuning.run import Runner
+
+COSTS = {
+    Tier.SMALL: CostTable((1, 2, 8), (1.0, 1.5, 3.0)),
+    Tier.LARGE: CostTable((1, 2, 8), (10.0, 10.0, 13.0)),
+}
+WORDS = ["river", "stone", "lamp", "music", "winter", "garden", "train", "letter", "market", "window"]
+
+
+def prompts(num: int) -> list[Prompt]:
+    rng = np.random.default_rng(num)
+    texts = [" ".join(rng.choice(WORDS, 5)) for _ in range(num)]
+    return [Prompt(str(i), "", ({"role": "user", "content": f"{text} {i}"},)) for i, text in enumerate(texts)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_curve_is_that_of_hf_forward_passes(tiny_pair: TinyPair) -> None:
+    """20 prompts: every point's kept share and agreement within half a percentage point."""
+    policy = Policy(mode=Mode.SHADOW, accept=Accept.TRUST, protect_first=3)
+    runner = Runner(tiny_pair.engine(), 24)
+    asked = prompts(20)
+    answers = {answer.prompt: answer for answer in runner.run(asked, policy)}
+    points = curve.draw([curve.track(a, policy) for a in answers.values()], policy, COSTS)
+
+    small, large = (
+        AutoModelForCausalLM.from_pretrained(tiny_pair.folder / name, dtype=torch.float32)
+        for name in ("small", "large")
+    )
+    gaps, agrees, first = [], [], []
+    with torch.inference_mode():
+        for prompt in asked:
+            ids = [*prompt.ids(tiny_pair.tokenizer), *answers[prompt.digest].tokens]
+            num = len(answers[prompt.digest].tokens)
+            p, q = (
+                torch.softmax(m(torch.tensor([ids])).logits[0, -num - 1 : -1], -1) for m in (large, small)
+            )
+            top = q.topk(2, dim=-1).values
+            gaps += (top[:, 0] - top[:, 1]).tolist()
+            agrees += (p.argmax(-1) == q.argmax(-1)).tolist()
+            first += [i < 3 for i in range(num)]
+    gap, agree, protected = np.array(gaps), np.array(agrees), np.array(first)
+    assert len(points) == len(curve.GRID)
+    for point in points:
+        keep = (gap >= point.threshold) & ~protected
+        assert point.kept == pytest.approx(keep.mean(), abs=0.005)
+        assert point.disagreement == pytest.approx((keep & ~agree).mean(), abs=0.005)
+        if keep.any():
+            assert point.agreement == pytest.approx(agree[keep].mean(), abs=0.005)
+
+
+def flags(text: str) -> np.ndarray:
+    return np.array([c == "1" for c in text])
+
+
+def test_predicted_time_of_trust_by_hand() -> None:
+    """Two protected tokens, a run of three kept and a deferral, then one kept."""
+    policy = Policy(accept=Accept.TRUST, protect_first=2)
+    ms = curve.predicted_ms(flags("001110" + "1"), flags("1111111"), policy, COSTS)
+    large, small = COSTS[Tier.LARGE], COSTS[Tier.SMALL]
+    # The small model first reads both protected tokens and the prompt's last.
+    first_run = small(3) + 3 * small(1) + large(4)
+    assert ms == pytest.approx(2 * large(1) + first_run + small(1) + large(2))
+
+
+def test_predicted_time_of_verified_drafts_by_hand() -> None:
+    """Drafts of two: both right and a bonus, then one wrong and its replacement, then one."""
+    policy = Policy(accept=Accept.EXACT, protect_first=0, draft_length=2)
+    ms = curve.predicted_ms(flags("11111"), flags("11101"), policy, COSTS)
+    large, small = COSTS[Tier.LARGE], COSTS[Tier.SMALL]
+    full = small(1) + small(1) + large(3)
+    wrong = small(2) + small(1) + large(3)
+    assert ms == pytest.approx(full + wrong + small(1) + large(2))
+
+
+def point(threshold: float, kept: float, agreement: float) -> curve.Point:
+    return curve.Point(threshold, kept, agreement, kept * (1 - agreement), 1.0, 1.0)
+
+
+def test_the_cliff_is_where_agreement_falls_off() -> None:
+    points = [point(0.1, 0.9, 0.8), point(0.3, 0.7, 0.97), point(0.6, 0.5, 0.985), point(0.9, 0.2, 1.0)]
+    found = curve.cliff(points)
+    assert found is not None
+    assert found.threshold == 0.3
+    assert curve.cliff([point(0.1, 0.9, 1.0), point(0.5, 0.5, 1.0), point(0.9, 0.1, 1.0)]) is None
+
+
+def test_candidates_are_where_the_curve_reaches_shares_of_the_bound() -> None:
+    points = [point(t, 1 - t, 1 - 0.04 * (1 - t)) for t in (0.0, 0.2, 0.4, 0.6, 0.8)]
+    disagreements = {p.threshold: p.disagreement for p in points}
+    found = curve.candidates(points, 0.02)
+    assert found == sorted(found, reverse=True)
+    for share in (0.25, 0.5, 0.75, 1.0):
+        assert min(t for t, d in disagreements.items() if d <= share * 0.02) in found
+    assert curve.candidates([point(0.0, 1.0, 0.5), point(0.9, 0.5, 0.5)], 0.02) == [0.9]
+
+
+def test_draft_length_follows_agreement() -> None:
+    policy = Policy(accept=Accept.EXACT, protect_first=0)
+    right = curve.Track(np.ones(60), np.ones(60, bool), np.ones(60, bool), np.zeros(60, bool))
+    often_wrong = replace(right, agrees=np.arange(60) % 2 == 0)
+    lengths = [curve.best_draft_length([one], policy, 0.5, COSTS) for one in (right, often_wrong)]
+    assert lengths[0] > lengths[1] >= 1
