@@ -189,7 +189,8 @@ class Engine:
                 self._settle(row, tick)
         if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
             written = sum(len(delta.steps) for delta in tick.deltas)
-            self.load.saw_pass(tick.passed.ms + tick.passed.host_ms, written, self.num_decoding)
+            spent = tick.passed.ms + tick.passed.host_ms
+            self.load.saw_pass(plan.tier, spent, sum(plan.num_tokens), written, self.num_decoding)
         return tick
 
     @property

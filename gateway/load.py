@@ -27,6 +27,12 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
+PACE_EMA = 0.9
+"""Weight of the past in a tier's pace."""
+
+MOST_SLOWER = 10.0
+"""A pass that took longer than this many times its table was interrupted: it says nothing of the pace."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
@@ -49,11 +55,13 @@ class Load:
     """Caps drafts by what they are worth now. `cap(num_rows)` is 0 while routing does not pay.
 
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
-    running averages.
+    running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
+    not always as fast as when it was measured.
     """
 
     def __init__(self, costs: Mapping[Tier, CostTable], longest: int = 32) -> None:
         self.costs = dict(costs)
+        self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
         self.keep, self.hit, self.lookup_hit = 0.7, 0.9, 0.7
         self.spent_ms = 0.0
@@ -61,6 +69,9 @@ class Load:
         self.off_ms = 0.0
         self._hold_ms = FIRST_HOLD_MS
         self._since_off_ms = 0.0
+        # What is best changes with every pass, but not between the rows of one.
+        self._best: dict[int, tuple[int, float]] = {}
+        self._lookup_best: dict[int, int] = {}
 
     def cap(self, num_rows: int) -> int:
         """Most drafts a round should have with num_rows running: 0 where the large model alone is faster."""
@@ -76,41 +87,46 @@ class Load:
         if cap == 0 or debt <= 2 * self.longest:
             return cap
         _, speed = self.best(num_rows)
-        saved_per_token = self.costs[Tier.LARGE](num_rows) / num_rows * (1 - 1 / speed)
-        return cap if saved_per_token * num_left / 2 > self.costs[Tier.SMALL](debt) else 0
+        saved_per_token = self._ms(Tier.LARGE, num_rows) / num_rows * (1 - 1 / speed)
+        return cap if saved_per_token * num_left / 2 > self._ms(Tier.SMALL, debt) else 0
+
+    def _ms(self, tier: Tier, num_tokens: float) -> float:
+        return self.costs[tier](num_tokens) * self.pace[tier]
 
     def lookup_cap(self, num_rows: int) -> int:
         """Most looked-up tokens a round that pay: they cost only their share of the large pass."""
-        large = self.costs[Tier.LARGE]
-        best, speed, tokens = 0, GAIN_NEEDED / large(num_rows), 1.0
-        for k in range(1, self.longest + 1):
-            tokens += self.lookup_hit**k
-            if tokens / large(num_rows * (k + 1)) > speed:
-                best, speed = k, tokens / large(num_rows * (k + 1))
-        return best
+        if num_rows not in self._lookup_best:
+            large = self.costs[Tier.LARGE]
+            best, speed, tokens = 0, GAIN_NEEDED / large(num_rows), 1.0
+            for k in range(1, self.longest + 1):
+                tokens += self.lookup_hit**k
+                if tokens / large(num_rows * (k + 1)) > speed:
+                    best, speed = k, tokens / large(num_rows * (k + 1))
+            self._lookup_best[num_rows] = best
+        return self._lookup_best[num_rows]
 
     def best(self, num_rows: int) -> tuple[int, float]:
         """The draft length with the most expected tokens per ms, and its speed-up over large-only."""
-        alone = 1 / self.costs[Tier.LARGE](num_rows)
+        if num_rows not in self._best:
+            self._best[num_rows] = self._find_best(num_rows)
+        return self._best[num_rows]
+
+    def _find_best(self, num_rows: int) -> tuple[int, float]:
+        alone = 1 / self._ms(Tier.LARGE, num_rows)
+        good, small = self.keep * self.hit, self._ms(Tier.SMALL, num_rows)
+        # The first proposal also reads the large model's last token.
+        small_ms = self._ms(Tier.SMALL, 2 * num_rows)
+        tokens, reach, drafted = 1.0, 1.0, 0.0
         best, speed = 0, 1.0
         for k in range(1, self.longest + 1):
-            tokens, ms = self._round(num_rows, k)
+            tokens += good**k
+            drafted += reach * self.keep
+            ms = small_ms + self._ms(Tier.LARGE, num_rows * (1 + drafted))
             if tokens / ms > speed * alone:
                 best, speed = k, tokens / ms / alone
-        return best, speed
-
-    def _round(self, num_rows: int, k: int) -> tuple[float, float]:
-        """Expected tokens a row, and ms, of one round of up to k drafts."""
-        good = self.keep * self.hit
-        tokens = 1 + sum(good**i for i in range(1, k + 1))
-        small, reach, drafted = self.costs[Tier.SMALL], 1.0, 0.0
-        ms = 0.0
-        for i in range(k):
-            # The first proposal also reads the large model's last token.
-            ms += reach * small(num_rows * (2 if i == 0 else 1))
-            drafted += reach * self.keep
             reach *= self.keep
-        return tokens, ms + self.costs[Tier.LARGE](num_rows * (1 + drafted))
+            small_ms += reach * small
+        return best, speed
 
     def saw_proposal(self, kept: bool) -> None:
         """The router kept, or deferred, a proposal of the small model."""
@@ -125,8 +141,12 @@ class Load:
             else:
                 self.hit = EMA * self.hit + (1 - EMA) * hit
 
-    def saw_pass(self, ms: float, num_tokens: int, num_rows: int) -> None:
-        """A pass of `ms` committed num_tokens while num_rows decoded; keeps the clocks and switches."""
+    def saw_pass(self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int) -> None:
+        """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""
+        self._best.clear()
+        self._lookup_best.clear()
+        slower = ms / self.costs[tier](num_fed)
+        self.pace[tier] = PACE_EMA * self.pace[tier] + (1 - PACE_EMA) * min(slower, MOST_SLOWER)
         if self.off_ms > 0:
             self.off_ms -= ms
             if self.off_ms <= 0:
@@ -134,9 +154,9 @@ class Load:
             return
         self._since_off_ms += ms
         fade = max(0.0, 1 - ms / WINDOW_MS)
-        alone = self.costs[Tier.LARGE](num_rows) / num_rows if num_rows else 0.0
+        alone = self._ms(Tier.LARGE, num_rows) / num_rows if num_rows else 0.0
         self.spent_ms = self.spent_ms * fade + ms
-        self.large_only_ms = self.large_only_ms * fade + num_tokens * alone
+        self.large_only_ms = self.large_only_ms * fade + num_written * alone
         warm = self._since_off_ms >= WINDOW_MS / 2
         if warm and self.spent_ms > (1 + REGRET_LIMIT) * self.large_only_ms:
             self.off_ms = self._hold_ms

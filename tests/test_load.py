@@ -35,6 +35,7 @@ def test_useless_drafts_are_switched_off_by_what_is_seen() -> None:
     assert load.cap(1) > 0
     for _ in range(400):
         load.saw_verified(Tier.SMALL, 0, 1)
+    load.saw_pass(Tier.LARGE, 50.0, 2, 1, 1)
     assert load.cap(1) == 0
 
 
@@ -60,29 +61,49 @@ def test_a_loss_switches_off_for_a_while_and_longer_the_next_time() -> None:
     def lose() -> float:
         """Passes twice as dear as large-only until routing is off; how long it stays off."""
         while load.off_ms <= 0:
-            load.saw_pass(100.0, 1, 1)
+            load.saw_pass(Tier.SMALL, 10.0, 1, 0, 1)
+            load.saw_pass(Tier.LARGE, 50.0, 2, 1, 1)
         return load.off_ms
 
     assert lose() == FIRST_HOLD_MS
     assert load.cap(1) == 0
     while load.off_ms > 0:
-        load.saw_pass(50.0, 1, 1)
+        load.saw_pass(Tier.LARGE, 50.0, 1, 1, 1)
     assert load.cap(1) > 0
     assert lose() == 2 * FIRST_HOLD_MS
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 1.5, 3.0])
-def test_regret_against_large_only_stays_small(slowdown: float) -> None:
-    """Routing that is `slowdown` times dearer than its table says: the total over ten minutes."""
-    load, rng = Load(FLAT), random.Random(7)
-    load.keep, load.hit = 0.9, 0.6
+def decode(
+    load: Load, good: float, slower_small: float, slower_all: float, total_ms: float
+) -> tuple[float, float]:
+    """Rounds at N = 1 whose proposals hold with chance `good`: ms spent, and ms of the large model alone."""
+    rng = random.Random(7)
     spent = alone = 0.0
-    while spent < 600_000:
-        k = load.cap(1)
-        good = 0
-        while good < k and rng.random() < 0.54:
-            good += 1
-        ms = (10.0 * k + 50.0) * (slowdown if k else 1.0)
-        load.saw_pass(ms, good + 1, 1)
-        spent, alone = spent + ms, alone + (good + 1) * 50.0
+    while spent < total_ms:
+        k, held = load.cap(1), 0
+        for _ in range(k):
+            ms = 10.0 * slower_small * slower_all
+            load.saw_pass(Tier.SMALL, ms, 1, 0, 1)
+            spent += ms
+        while held < k and rng.random() < good:
+            held += 1
+        load.saw_verified(Tier.SMALL, held, min(held + 1, k))
+        load.saw_pass(Tier.LARGE, 50.0 * slower_all, k + 1, held + 1, 1)
+        spent, alone = spent + 50.0 * slower_all, alone + (held + 1) * 50.0 * slower_all
+    return spent, alone
+
+
+@pytest.mark.parametrize("good", [0.0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("slower_small", [1.0, 3.0, 8.0])
+def test_regret_against_large_only_stays_small(good: float, slower_small: float) -> None:
+    """Drafts that are worse, or dearer, than believed at first: the total over 200 s."""
+    load = Load(FLAT)
+    spent, alone = decode(load, good, slower_small, 1.0, 200_000)
     assert spent <= (1 + REGRET_LIMIT) * alone + 2 * WINDOW_MS
+
+
+def test_a_machine_that_became_slower_for_both_models_goes_on_routing() -> None:
+    load = Load(FLAT)
+    spent, alone = decode(load, 0.85, 1.0, 4.0, 120_000)
+    assert load.cap(1) > 0
+    assert spent < 0.8 * alone
