@@ -16,6 +16,7 @@ from gateway import (
     cli_replay,
     cli_rollout,
     cli_serve,
+    cli_spotcheck,
     cli_ui,
 )
 from gateway.config import ConfigError, markdown
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_bench.add_to(commands)
     cli_calibrate.add_to(commands)
     cli_evaluate.add_to(commands)
+    cli_spotcheck.add_to(commands)
     cli_ui.add_to(commands)
     cli_diagnose.add_to(commands)
     cli_rollout.add_to(commands)

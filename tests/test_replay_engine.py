@@ -1,6 +1,6 @@
 """Decision replay of what the real engine writes, over scripted models."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from fakes import ask_for, decode, fake_engine, near, noise_logits
@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from gateway.core import Accept, Mode, Reason, Tier
 from gateway.policy import Policy
 from gateway.replay import COLUMNS, replay
+from gateway.router import Router
 from gateway.whatif import what_if
 from logs.rows import Capture, step_table
 
 VOCABULARY = 8
 LARGE = noise_logits(1, VOCABULARY, memory=2)
 SMALL = near(LARGE, 2, 1.0)
+
+ROUTER = Router((0.5,) * 8, (2.0,) * 8, ((0.5,) * 8, (-0.25,) * 8), (0.125, 1.0), (1.5, -0.5), 0.25)
 
 policies = st.builds(
     Policy,
@@ -31,6 +34,10 @@ policies = st.builds(
     loop_ngram=st.integers(1, 5),
     loop_limit=st.integers(0, 3),
     probe_rate=st.sampled_from([0.0, 0.3]),
+    attn_entropy_weight=st.sampled_from([0.0, -0.1]),
+    position_weight=st.sampled_from([0.0, 0.4]),
+    fact_guard=st.booleans(),
+    router=st.sampled_from([None, ROUTER]),
 )
 
 
@@ -48,7 +55,7 @@ def run(policy, *, forced=(), budget=None, **sampling):
 
 
 def _with_budget(policy, budget):
-    return Policy(**(asdict(policy) | {"large_token_budget": max(budget, policy.protect_first)}))
+    return replace(policy, large_token_budget=max(budget, policy.protect_first))
 
 
 def _with_forced(request, forced):

@@ -12,7 +12,7 @@ from gateway.tuning.learn import join, learn, predict, tape_examples, train
 
 
 def world(seed: int, num_prompts: int, informative: bool) -> Examples:
-    """Positions whose agreement hangs on gap and, where informative, on attention entropy; about 1 in 6 wrong."""
+    """Positions whose agreement hangs on gap and, where informative, on attention entropy."""
     rng = np.random.default_rng(seed)
     n = num_prompts * 40
     gap = rng.beta(2, 1, n)
