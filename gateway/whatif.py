@@ -235,6 +235,11 @@ def _push(
         proposal = -1 if recovered or rows.audit_agrees[position.decided] is False else written
     if decision.reason is Reason.BUDGET:
         history.keep(written)
+    elif decision.reason is Reason.LOOKUP_HIT:
+        # Looked-up tokens wait for verification under every accept rule, `trust` too.
+        history.draft(proposal)
+        if proposal != written:
+            history.resolve(history.num_drafts - 1, written)
     else:
         history.shadow(decision, proposal, written)
 
