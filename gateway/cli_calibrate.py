@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, os.environ, overrides)
 
     # What follows imports torch.
+    from gateway.journal import set_up_log
     from gateway.tuning import calibration_report as told
     from gateway.tuning.calibrate import (
         Target,
@@ -78,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gateway.tuning.saved import Saved
     from gateway.tuning.tape import labelled
 
+    # Results go to stdout, so only trouble is logged.
+    set_up_log("warning")
     target = Target(arguments.max_disagreement, arguments.confidence)
     prompts = read_prompts(arguments.prompts)
     parts = split(prompts, arguments.learn, target)

@@ -64,9 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     policies = dict(_policy(name, config) for name in arguments.policy)
 
     # What follows imports torch.
+    from gateway.journal import set_up_log
     from gateway.tuning import evaluation_report as told
     from gateway.tuning.report import html
 
+    # Results go to stdout, so only trouble is logged.
+    set_up_log("warning")
     done, about = _evaluate(arguments, config, policies)
     print(told.text(told.policies_table(done)))
     if done.comparisons:

@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_tuning_curve import COSTS, prompts
 from tiny_pair import TinyPair
@@ -19,7 +20,16 @@ from gateway.policy import Policy
 from gateway.request import Served
 from gateway.router import Router
 from gateway.tuning import calibration_report as told
-from gateway.tuning.calibrate import Calibrated, Target, calibrate, certificate, default_policy, split
+from gateway.tuning.calibrate import (
+    Calibrated,
+    Target,
+    calibrate,
+    candidates,
+    certificate,
+    default_policy,
+    split,
+)
+from gateway.tuning.curve import Track
 from gateway.tuning.policy_file import write_policy
 from gateway.tuning.report import html
 from gateway.tuning.run import Runner, disagreement
@@ -126,6 +136,19 @@ def test_too_few_prompts_says_how_many() -> None:
     parts = split(prompts(300), True, Target(0.02, 0.95))
     assert [len(part) for part in (parts.train, parts.tune, parts.held)] == [75, 60, 165]
     assert not {p.digest for p in parts.tune} & {p.digest for p in parts.held}
+
+
+def test_candidates_are_what_the_prompts_may_show() -> None:
+    """64 tokens a prompt, of which one with score t is wrong for each t below .6: the loss grows steadily."""
+    score = np.linspace(0, 1, 64)
+    tracks = [Track(score, score > 0.6 * (i % 2), np.ones(64, bool), np.zeros(64, bool)) for i in range(20)]
+    few, many = (candidates(tracks, Target(0.2, 0.95), n) for n in (20, 400))
+    assert few == sorted(few, reverse=True)
+    assert min(many) < min(few)
+    mean = {t: np.mean([((score >= t) & ~one.agrees).mean() for one in tracks]) for t in many}
+    assert mean[min(many)] < 0.2
+    hopeless = [replace(one, agrees=np.zeros(64, bool)) for one in tracks]
+    assert candidates(hopeless, Target(0.01, 0.95), 400) == [0.999]
 
 
 def test_which_prompt_is_for_what_does_not_hang_on_the_files_order() -> None:

@@ -101,14 +101,10 @@ def test_the_cliff_is_where_agreement_falls_off() -> None:
     assert curve.cliff([point(0.1, 0.9, 1.0), point(0.5, 0.5, 1.0), point(0.9, 0.1, 1.0)]) is None
 
 
-def test_candidates_are_where_the_curve_reaches_shares_of_the_bound() -> None:
-    points = [point(t, 1 - t, 1 - 0.04 * (1 - t)) for t in (0.0, 0.2, 0.4, 0.6, 0.8)]
-    disagreements = {p.threshold: p.disagreement for p in points}
-    found = curve.candidates(points, 0.02)
-    assert found == sorted(found, reverse=True)
-    for share in (0.25, 0.5, 0.75, 1.0):
-        assert min(t for t, d in disagreements.items() if d <= share * 0.02) in found
-    assert curve.candidates([point(0.0, 1.0, 0.5), point(0.9, 0.5, 0.5)], 0.02) == [0.9]
+def test_losses_are_shares_of_all_tokens() -> None:
+    one = curve.Track(np.array([0.9, 0.6, np.nan, 0.6]), flags("0001"), flags("1111"), flags("0000"))
+    assert curve.losses([one], 0.5).tolist() == [0.5]
+    assert curve.losses([one], 0.8).tolist() == [0.25]
 
 
 def test_draft_length_follows_agreement() -> None:

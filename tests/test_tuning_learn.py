@@ -45,6 +45,14 @@ def test_prediction_is_what_the_policy_computes() -> None:
     assert predict(router, one)[0] == pytest.approx(router.agreement(said, 30, 0.25, 0.875), abs=1e-9)
 
 
+@pytest.mark.parametrize("units", [0, 4])
+def test_what_never_varied_has_no_say(units: int) -> None:
+    """Acceptance is always 1 in these labels; a served row where it is not must score alike."""
+    router = train(world(1, 10, True), units)
+    said = Signals(0.7, 0.5, 1.25, 2.5)
+    assert router.agreement(said, 30, 0.1, 0.25) == router.agreement(said, 30, 0.1, 1.0)
+
+
 def test_training_is_repeatable() -> None:
     assert train(world(1, 10, True), 4) == train(world(1, 10, True), 4)
 

@@ -13,7 +13,7 @@ from gateway.policy import Policy
 from gateway.progress import say
 from gateway.request import Served
 from gateway.tuning import curve, learn
-from gateway.tuning.guarantee import Chosen, fewest_prompts, fixed_sequence
+from gateway.tuning.guarantee import Chosen, fewest_prompts, fixed_sequence, likely_prompts
 from gateway.tuning.judge import Examples
 from gateway.tuning.prompts import Prompt
 from gateway.tuning.run import Answer, Runner, disagreement
@@ -120,7 +120,7 @@ def calibrate(
             base = replace(base, router=learned.router)
     tracks = [curve.track(answer, base) for answer in tuned]
     points = curve.draw(tracks, base, costs)
-    tried = curve.candidates(points, target.bound)
+    tried = candidates(tracks, target, len(parts.held))
     base = replace(base, draft_length=curve.best_draft_length(tracks, base, tried[-1], costs))
     points = curve.draw(tracks, base, costs)
     measured: dict[float, list[Answer]] = {}
@@ -137,6 +137,24 @@ def calibrate(
     return Calibrated(
         parts, base, points, curve.cliff(points), chosen, policy, measured, learned, facts(tracks, at)
     )
+
+
+def candidates(tracks: Sequence[curve.Track], target: Target, num_held: int) -> list[float]:
+    """Thresholds to run for real, strictest first: the loosest that a part of the held-out prompts will
+    likely do for, and a few more than there are; the strictest of all where none is likely to pass."""
+    least = fewest_prompts(target.bound, target.delta)
+    needed: dict[float, int] = {}
+    for threshold in curve.GRID:
+        loss = curve.losses(tracks, threshold)
+        spread = float(loss.std())
+        needed[threshold] = likely_prompts(target.bound, target.delta, float(loss.mean()), spread)
+    found = set()
+    for share in (0.2, 0.6, 1.0, 1.3):
+        enough = least + share * (num_held - least)
+        fitting = [threshold for threshold, num in needed.items() if 0 < num <= max(enough, least + 1)]
+        if fitting:
+            found.add(min(fitting))
+    return sorted(found, reverse=True) or [curve.GRID[-1]]
 
 
 def facts(tracks: Sequence[curve.Track], threshold: float) -> Facts:

@@ -164,11 +164,6 @@ def cliff(points: Sequence[Point]) -> Point | None:
     return path[best] if height[best] > 0 else None
 
 
-def candidates(points: Sequence[Point], bound: float) -> list[float]:
-    """Thresholds to run for real, strictest first: where the curve reaches shares of the bound."""
-    found: list[float] = []
-    for share in (0.25, 0.5, 0.75, 1.0):
-        fitting = [one.threshold for one in points if one.disagreement <= share * bound]
-        if fitting and min(fitting) not in found:
-            found.append(min(fitting))
-    return sorted(found, reverse=True) or [points[-1].threshold]
+def losses(tracks: Sequence[Track], threshold: float) -> np.ndarray:
+    """Estimated disagreement of each answer at a threshold: [answers]."""
+    return np.array([(keeps(one, threshold) & ~one.agrees).mean() for one in tracks])

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gateway.router import FEATURES
-from gateway.tuning.compare import Difference, paired
+from gateway.tuning.compare import Difference
 
 TARGETS = (0.98, 0.99, 0.995)
 """Agreements of kept tokens at which kept shares are compared."""
+
+GAIN_RESAMPLES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,16 @@ def judge(name: str, scores: np.ndarray, data: Examples, target: float = TARGETS
 
 
 def _gain(scores: np.ndarray, data: Examples, target: float) -> Difference:
-    """Kept share at the target's threshold, rule minus gap, per prompt."""
-    kept: list[np.ndarray] = []
-    for values in (scores, data.gap):
-        order = np.sort(values)[::-1]
-        num = round(kept_at(values, data.agrees, target) * len(values))
-        kept.append(values >= order[num - 1] if num else np.zeros(len(values), dtype=bool))
-    groups = np.unique(data.group)
+    """Kept share at the target, rule minus gap. Each resample of prompts finds both thresholds anew: where
+    they lie is the larger part of the doubt."""
+    members = [np.flatnonzero(data.group == g) for g in np.unique(data.group)]
+    rng = np.random.default_rng(0)
 
-    def by_prompt(k: np.ndarray) -> list[float]:
-        return [float(k[data.group == g].sum()) / (len(data) / len(groups)) for g in groups]
+    def gain(rows: np.ndarray) -> float:
+        agrees = data.agrees[rows]
+        return kept_at(scores[rows], agrees, target) - kept_at(data.gap[rows], agrees, target)
 
-    return paired(by_prompt(kept[0]), by_prompt(kept[1]))
+    drawn = (rng.integers(0, len(members), len(members)) for _ in range(GAIN_RESAMPLES))
+    gains = [gain(np.concatenate([members[g] for g in draw])) for draw in drawn]
+    low, high = np.quantile(gains, [0.025, 0.975])
+    return Difference(gain(np.arange(len(data))), float(low), float(high))

@@ -28,6 +28,7 @@ PATIENCE = 60
 LEARNING_RATE = 0.02
 WEIGHT_DECAY = 1e-3
 VALIDATION_SHARE = 0.25
+LEAST_SPREAD = 1e-3
 
 
 def examples(answers: Sequence[Answer], protect_first: int, max_small_run: int) -> Examples:
@@ -95,8 +96,11 @@ def train(data: Examples, hidden_units: int, seed: int = 0) -> Router:
     if not 0 < data.agrees[~validates].sum() < (~validates).sum() or not validates.any():
         validates = np.zeros(len(data), dtype=bool)
     mean = data.x[~validates].mean(axis=0)
-    scale = np.maximum(data.x[~validates].std(axis=0), 1e-3)
-    x = torch.tensor((data.x - mean) / scale, dtype=torch.float32)
+    spread = data.x[~validates].std(axis=0)
+    # What never varied in training says nothing, and must not speak up where it does vary.
+    varies = spread > LEAST_SPREAD
+    scale = np.where(varies, spread, 1.0)
+    x = torch.tensor((data.x - mean) / scale * varies, dtype=torch.float32)
     y = torch.tensor(data.agrees, dtype=torch.float32)
     positive = float(data.weight[data.agrees].sum())
     negative = float(data.weight[~data.agrees].sum())
@@ -105,6 +109,10 @@ def train(data: Examples, hidden_units: int, seed: int = 0) -> Router:
     weight = torch.tensor(balance, dtype=torch.float32)
     fit, check = torch.tensor(~validates), torch.tensor(validates if validates.any() else ~validates)
     model = _network(hidden_units, generator)
+    with torch.no_grad():
+        # Their gradient is zero, so their weights stay zero.
+        first = next(layer for layer in model if isinstance(layer, nn.Linear))
+        first.weight *= torch.tensor(varies, dtype=torch.float32)
     _descend(model, x, y, weight, fit, check)
     # Weighing the classes alike multiplied the odds by this ratio; taking it back restores probabilities.
     shift = float(np.log(negative / positive))
