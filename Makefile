@@ -23,7 +23,7 @@ serve: $(SERVE)  ## gateway on :8000 and replay UI on :8501, models fetched when
 	$(BIN)/tokentape serve --preset $(PRESET) --port $(PORT) --ui-port $(UI_PORT)
 
 test: $(DEV)  ## the fast tests, no model downloads
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 e2e: $(DEV)  ## the real model pair and a real browser
 	$(BIN)/tokentape models pull qwen-coder
