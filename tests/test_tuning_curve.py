@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +12,17 @@ import torch
 from tiny_pair import TinyPair
 from transformers import AutoModelForCausalLM
 
+from gateway.config import Config, EngineConfig, ModelsConfig
 from gateway.core import Accept, Mode, Tier
 from gateway.load import CostTable
 from gateway.policy import Policy
+from gateway.presets import resolve
+from gateway.text import Tokenizer
 from gateway.tuning import curve
+from gateway.tuning.machine import runner_for
 from gateway.tuning.prompts import Prompt
-from gateway.tuning.run import Runner
+from gateway.tuning.run import Answer, Runner
+from gateway.tuning.tasks.task import load_task
 
 COSTS = {
     Tier.SMALL: CostTable((1, 2, 8), (1.0, 1.5, 3.0)),
@@ -30,39 +37,76 @@ def prompts(num: int) -> list[Prompt]:
     return [Prompt(str(i), "", ({"role": "user", "content": f"{text} {i}"},)) for i, text in enumerate(texts)]
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_curve_is_that_of_hf_forward_passes(tiny_pair: TinyPair) -> None:
-    """20 prompts: every point's kept share and agreement within half a percentage point."""
-    policy = Policy(mode=Mode.SHADOW, accept=Accept.TRUST, protect_first=3)
-    runner = Runner(tiny_pair.engine(), 24)
-    asked = prompts(20)
-    answers = {answer.prompt: answer for answer in runner.run(asked, policy)}
-    points = curve.draw([curve.track(a, policy) for a in answers.values()], policy, COSTS)
-
-    small, large = (
-        AutoModelForCausalLM.from_pretrained(tiny_pair.folder / name, dtype=torch.float32)
-        for name in ("small", "large")
-    )
-    gaps, agrees, first = [], [], []
-    with torch.inference_mode():
+def hf_positions(
+    small: Path, large: Path, asked: list[Prompt], answers: dict[str, Answer], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """gap, agreement and output position of every token of the answers, from Hugging Face forward passes."""
+    chosen: dict[Path, list[np.ndarray]] = {}
+    gaps: list[float] = []
+    for folder in (large, small):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        chosen[folder] = []
         for prompt in asked:
-            ids = [*prompt.ids(tiny_pair.tokenizer), *answers[prompt.digest].tokens]
-            num = len(answers[prompt.digest].tokens)
-            p, q = (
-                torch.softmax(m(torch.tensor([ids])).logits[0, -num - 1 : -1], -1) for m in (large, small)
-            )
-            top = q.topk(2, dim=-1).values
-            gaps += (top[:, 0] - top[:, 1]).tolist()
-            agrees += (p.argmax(-1) == q.argmax(-1)).tolist()
-            first += [i < 3 for i in range(num)]
-    gap, agree, protected = np.array(gaps), np.array(agrees), np.array(first)
+            tokens = answers[prompt.digest].tokens
+            ids = torch.tensor([[*prompt.ids(tokenizer), *tokens]])
+            with torch.inference_mode():
+                p = torch.softmax(model(ids).logits[0, -len(tokens) - 1 : -1], -1)
+            chosen[folder].append(p.argmax(-1).numpy())
+            if folder == small:
+                top = p.topk(2, dim=-1).values
+                gaps += (top[:, 0] - top[:, 1]).tolist()
+        del model
+        gc.collect()
+    agrees = np.concatenate(chosen[large]) == np.concatenate(chosen[small])
+    positions = np.concatenate([np.arange(len(answers[prompt.digest].tokens)) for prompt in asked])
+    return np.array(gaps), agrees, positions
+
+
+def assert_same_curve(
+    points: list[curve.Point], gap: np.ndarray, agree: np.ndarray, behind: np.ndarray
+) -> None:
+    """Every point's kept share, disagreement and agreement within half a percentage point."""
     assert len(points) == len(curve.GRID)
     for point in points:
-        keep = (gap >= point.threshold) & ~protected
+        keep = (gap >= point.threshold) & behind
         assert point.kept == pytest.approx(keep.mean(), abs=0.005)
         assert point.disagreement == pytest.approx((keep & ~agree).mean(), abs=0.005)
         if keep.any():
             assert point.agreement == pytest.approx(agree[keep].mean(), abs=0.005)
+
+
+SHADOW = Policy(mode=Mode.SHADOW, accept=Accept.TRUST, protect_first=3)
+
+
+def test_the_curve_is_that_of_hf_forward_passes(tiny_pair: TinyPair) -> None:
+    asked = prompts(20)
+    answers = {one.prompt: one for one in Runner(tiny_pair.engine(), 24).run(asked, SHADOW)}
+    points = curve.draw([curve.track(a, SHADOW) for a in answers.values()], SHADOW, COSTS)
+
+    gap, agree, position = hf_positions(
+        tiny_pair.folder / "small", tiny_pair.folder / "large", asked, answers, tiny_pair.tokenizer
+    )
+    assert_same_curve(points, gap, agree, position >= 3)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_so_it_is_for_the_default_pair() -> None:
+    """In float32, where our forward and Hugging Face's differ by rounding alone."""
+    models = ModelsConfig(dtype="float32", small_quantize="none", large_quantize="none")
+    config = Config(models=models, engine=EngineConfig(kv_memory_gib=1.0, max_model_len=512, max_rows=20))
+    asked = list(load_task("qa", allow_code_execution=False).prompts[:10])
+    asked += list(load_task("summary", allow_code_execution=False).prompts[20:30])
+    with runner_for(config, 20, 32) as machine:
+        answers = {one.prompt: one for one in machine.runner.run(asked, SHADOW)}
+        tokenizer = machine.tokenizer
+        del machine
+    gc.collect()
+    points = curve.draw([curve.track(a, SHADOW) for a in answers.values()], SHADOW, COSTS)
+
+    pair = resolve(models)
+    gap, agree, position = hf_positions(pair.small, pair.large, asked, answers, tokenizer)
+    assert_same_curve(points, gap, agree, position >= 3)
 
 
 def flags(text: str) -> np.ndarray:
