@@ -224,7 +224,8 @@ class Sampling:
 class Counts:
     """Running totals of one choice, in the words of the response's `routing` object.
 
-    adapted: load capped its drafts at least once.
+    adapted: load capped its drafts at least once. degraded: true when the large model could not be reached
+    and the small one wrote on.
     """
 
     small_tokens: int = 0
@@ -238,6 +239,7 @@ class Counts:
     large_passes: int = 0
     small_passes: int = 0
     adapted: bool = False
+    degraded: bool = False
 
     @property
     def completion_tokens(self) -> int:

@@ -77,7 +77,7 @@ def routing_report(policy: str, policy_hash: str, arm: str, counts: Counts) -> R
         large_passes=counts.large_passes,
         small_passes=counts.small_passes,
         adapted=bool(counts.adapted),
-        degraded=False,
+        degraded=bool(counts.degraded),
     )
 
 
