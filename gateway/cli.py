@@ -17,6 +17,7 @@ from gateway import (
     cli_rollout,
     cli_serve,
     cli_spotcheck,
+    cli_tape,
     cli_ui,
 )
 from gateway.config import ConfigError, markdown
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     cli_serve.add_to(commands)
     cli_models.add_to(commands)
     cli_replay.add_to(commands)
+    cli_tape.add_to(commands)
     cli_keys.add_to(commands)
     cli_bench.add_to(commands)
     cli_calibrate.add_to(commands)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.config import ConfigError, load_config
-from gateway.remote import ask, data_dir_of, running_gateway
+from gateway.config import load_config
+from gateway.remote import ask, data_dir_of, running_gateway, tape_reader
 
 
 def add_to(commands: Any) -> None:
@@ -51,16 +51,10 @@ def _findings(arguments: argparse.Namespace, since: float | None) -> Sequence[di
 
     from dataclasses import asdict
 
-    import duckdb
-
     from logs.diagnose import diagnose
-    from logs.reader import Reader, TraceFilter
+    from logs.reader import TraceFilter
 
-    try:
-        reader = Reader.open(data_dir)
-    except duckdb.Error as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"--data-dir: the tape in {data_dir} cannot be opened: {first}") from None
+    reader = tape_reader(data_dir)
     policy = load_config(None, os.environ).policies["stable"]
     try:
         causes = diagnose(reader, policy, TraceFilter(arm=arguments.arm, since=since))

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gateway.config import ConfigError
-from gateway.remote import ask, data_dir_of, running_gateway
+from gateway.remote import ask, data_dir_of, running_gateway, tape_reader
 
 REPLAY_TIMEOUT_S = 3600.0
 """A whole tape may take a while."""
@@ -46,16 +46,9 @@ def _report(arguments: argparse.Namespace) -> tuple[int, int, list[str]]:
 
 
 def _directly(data_dir: Path, request_id: str | None) -> tuple[int, int, list[str]]:
-    import duckdb
-
     from gateway.replay_report import replay_tape, replay_trace
-    from logs.reader import Reader
 
-    try:
-        reader = Reader.open(data_dir)
-    except duckdb.Error as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"--data-dir: the tape in {data_dir} cannot be opened: {first}") from None
+    reader = tape_reader(data_dir)
     try:
         report = replay_tape(reader) if request_id is None else replay_trace(reader, request_id)
     finally:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx
 
 from gateway.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from logs.reader import Reader
+
+JSON = "application/json"
 
 KEY_VARIABLE = "TOKENTAPE_API_KEY"
 
@@ -36,23 +42,68 @@ def ask(
 
     The API key is taken from $TOKENTAPE_API_KEY.
     """
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx.request(
             method,
             url.rstrip("/") + path,
             json=body,
             params=params,
-            headers=headers,
+            headers=_headers(),
             timeout=timeout_s,
             trust_env=False,
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"--url: no gateway answers at {url}: {error}") from None
-    is_json = answer.headers.get("content-type") == "application/json"
-    found = answer.json() if is_json else {}
+    _raise_if_refused(answer, url)
+    return answer.json() if answer.headers.get("content-type") == JSON else {}
+
+
+def fetch(
+    url: str, path: str, file: IO[bytes], *, params: Mapping[str, Any], timeout_s: float = 60.0
+) -> None:
+    """Write what a gateway sends to a GET into a file; ConfigError when it refuses, or stops before the end.
+
+    timeout_s: longest silence.
+    """
+    try:
+        with httpx.stream(
+            "GET",
+            url.rstrip("/") + path,
+            params=params,
+            headers=_headers(),
+            timeout=timeout_s,
+            trust_env=False,
+        ) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+            _raise_if_refused(answer, url)
+            for chunk in answer.iter_bytes():
+                file.write(chunk)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"--url: the gateway at {url} did not answer to the end: {error}") from None
+
+
+def tape_reader(data_dir: Path) -> Reader:
+    """A reader of a tape that no gateway holds; ConfigError where there is none."""
+    # Late, so that other commands do not wait for DuckDB and Arrow.
+    import duckdb
+
+    from logs.reader import Reader
+
+    try:
+        return Reader.open(data_dir)
+    except duckdb.Error as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"--data-dir: the tape in {data_dir} cannot be opened: {first}") from None
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _raise_if_refused(answer: httpx.Response, url: str) -> None:
     if answer.status_code >= 400:
+        found = answer.json() if answer.headers.get("content-type") == JSON else {}
         said = found.get("error", {}).get("message", answer.reason_phrase)
         raise ConfigError(f"the gateway at {url} refused: {said}")
-    return found

@@ -48,6 +48,17 @@ class ExportQuery(Body, frozen=True, kw_only=True):
     format: Literal["jsonl", "parquet"] = "jsonl"
 
 
+class TapeExportQuery(Body, frozen=True, kw_only=True):
+    """GET tape/export: the file's format, and which traces go into it."""
+
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    arm: Text | None = None
+    finish_reason: Text | None = None
+    since: float | None = None
+    until: float | None = None
+    q: Text | None = None
+
+
 class FilterQuery(Body, frozen=True, kw_only=True):
     """Which traces advice and diagnosis look at; policy: a named one, by default the one in force."""
 

@@ -10,6 +10,7 @@ from litestar.types import ASGIApp
 
 from gateway.api import (
     debugger,
+    docs,
     inference,
     insight,
     models,
@@ -18,6 +19,7 @@ from gateway.api import (
     opinions,
     replays,
     rollouts,
+    tape,
     traces,
 )
 from gateway.api.errors import on_exception
@@ -50,6 +52,10 @@ HANDLERS = (
     opinions.post_score,
     opinions.post_review,
     opinions.get_sample,
+    tape.get_stats,
+    tape.compact_tape,
+    tape.recover_tape,
+    tape.export_tape,
     rollouts.start_rollout,
     rollouts.list_rollouts,
     rollouts.get_rollout,
@@ -60,7 +66,8 @@ HANDLERS = (
     rollouts.list_deliveries,
     rollouts.redeliver,
     openapi.openapi_json,
-    openapi.docs,
+    docs.docs,
+    docs.root,
 )
 
 
@@ -73,7 +80,7 @@ def build_http(service: Service) -> ASGIApp:
         exception_handlers={Exception: on_exception},
         guards=[check_key],
         cors_config=CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None,
-        state=State({"service": service, "openapi": msgspec.json.encode(schema)}),
+        state=State({"service": service, "openapi": msgspec.json.encode(schema), "docs": docs.page(schema)}),
         openapi_config=None,
         logging_config=None,
         request_max_body_size=int(server.max_body_mib * 2**20),

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the routes and the structs they decode and encode; a page to read it."""
+"""The OpenAPI document, made from the routes and the structs they decode and encode."""
 
 from __future__ import annotations
 
@@ -15,18 +15,6 @@ from gateway.wire_out import ErrorResponse
 
 HttpRequest = Request[Any, Any, Any]
 REF = "#/components/schemas/{name}"
-
-DOCS_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>tokentape API</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"></head>
-<body>
-<noscript>The schema itself is at <a href="/openapi.json">/openapi.json</a>.</noscript>
-<script id="api-reference" data-url="/openapi.json"></script>
-<script src="https://cdn.jsdelivr.net/npm/@scalar/api-reference@1"></script>
-</body>
-</html>
-"""
 
 ERRORS = {
     400: "A field, parameter or header has a bad value, or is unknown; `param` names it",
@@ -182,9 +170,3 @@ async def openapi_json(request: HttpRequest) -> Response[bytes]:
     """This document."""
     body: bytes = request.app.state.openapi
     return Response(body, media_type=JSON)
-
-
-@get("/docs", opt=Route(None, also={"text/html": None}).opt)
-async def docs(request: HttpRequest) -> Response[str]:
-    """The API, to read and to try."""
-    return Response(DOCS_PAGE, media_type="text/html")

@@ -47,6 +47,7 @@ class Service:
     policies: dict[str, Policy] = field(init=False)
     quota: Quota = field(init=False)
     pace: Pace = field(default_factory=Pace)
+    num_exports: int = 0
     _grammars: Grammars | None = None
     _compiling: threading.Lock = field(default_factory=threading.Lock)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)

@@ -1,4 +1,4 @@
-"""Server-sent events that notice a client who left and a client who stopped reading."""
+"""Answers sent as they are made, which notice a client who left and a client who stopped reading."""
 
 from __future__ import annotations
 
@@ -28,36 +28,54 @@ async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-class EventStream(Response[bytes]):
-    """A response of server-sent events, as Litestar's handlers return it; see `_Sender`."""
+class Stream(Response[bytes]):
+    """A response that is sent as it is made, as Litestar's handlers return it; see `_Sender`."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], send_timeout_s: float, on_end: Callable[[], None]
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        send_timeout_s: float,
+        on_end: Callable[[], None],
+        *,
+        media_type: str,
+        headers: dict[str, str],
     ) -> None:
         super().__init__(b"")
-        self._sender = _Sender(events, send_timeout_s, on_end)
+        self._sender = _Sender(chunks, send_timeout_s, on_end, media_type, headers)
 
     def to_asgi_response(self, *args: Any, **more: Any) -> ASGIResponse:
-        """The ASGI application that sends the events."""
+        """The ASGI application that sends the chunks."""
         return self._sender
 
 
-class _Sender(ASGIResponse):
-    """Sends the events of an async generator. On disconnect, or when one send takes longer than
-    send_timeout_s, the generator is cancelled. on_end is called at the end whatever happens, also where the
-    client left before the generator began (a `finally` inside it would not run then)."""
-
-    __slots__ = ("_events", "_on_end", "_send_timeout_s")
-    _should_set_content_length = False
+class EventStream(Stream):
+    """Server-sent events."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], send_timeout_s: float, on_end: Callable[[], None]
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
-        self._events = events
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, send_timeout_s, on_end, media_type="text/event-stream", headers=headers)
+
+
+class _Sender(ASGIResponse):
+    """Sends the chunks of an async generator. On disconnect, or when one send takes longer than
+    send_timeout_s, the generator is cancelled. on_end is called at the end whatever happens, also where the
+    client left before the generator began (a `finally` inside it would not run then)."""
+
+    __slots__ = ("_chunks", "_on_end", "_send_timeout_s")
+    _should_set_content_length = False
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        send_timeout_s: float,
+        on_end: Callable[[], None],
+        media_type: str,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(media_type=media_type, headers=headers)
+        self._chunks = chunks
         self._send_timeout_s = send_timeout_s
         self._on_end = on_end
 
@@ -69,8 +87,8 @@ class _Sender(ASGIResponse):
             self._on_end()
 
     async def send_body(self, send: Send, receive: Receive) -> None:
-        """Send until the events, the client or its patience end."""
-        sending = asyncio.create_task(self._send_events(send))
+        """Send until the chunks, the client or its patience end."""
+        sending = asyncio.create_task(self._send_chunks(send))
         leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -79,11 +97,11 @@ class _Sender(ASGIResponse):
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_chunks(self, send: Send) -> None:
         try:
-            async for chunk in self._events:
+            async for chunk in self._chunks:
                 async with asyncio.timeout(self._send_timeout_s):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await self._events.aclose()
+            await self._chunks.aclose()
