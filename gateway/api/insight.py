@@ -26,10 +26,14 @@ HttpRequest = Request[Any, Any, Any]
 
 @get("/v1/advisor", opt=Route(Scope.READ, query=FilterQuery, returns=dict[str, Any]).opt)
 async def get_advice(request: HttpRequest) -> Response[bytes]:
-    """Threshold -> kept share and agreement, from labelled steps of the traces that the query names."""
+    """Threshold -> kept share and agreement, from labelled steps of the traces that the query names.
+
+    `current`: the threshold in force; `calibrated`: the one that the config's calibration holds for, or null.
+    """
     service, query = service_of(request.app.state), read_query(request, FilterQuery)
     policy, reader = _policy(service, query), reader_of(service)
-    return as_json(await asyncio.to_thread(advise, reader, policy, _filters(query)))
+    advice = await asyncio.to_thread(advise, reader, policy, _filters(query))
+    return as_json(asdict(advice) | {"calibrated": _calibrated(service, query.policy or "stable")})
 
 
 @get("/v1/diagnose", opt=Route(Scope.READ, query=FilterQuery, returns=dict[str, Any]).opt)
@@ -47,6 +51,14 @@ def _policy(service: Service, query: FilterQuery) -> Policy:
     if query.policy not in service.policies:
         raise BodyError(f"policy: no policy is named {query.policy!r}", "policy", "invalid_value")
     return service.policies[query.policy]
+
+
+def _calibrated(service: Service, name: str) -> float | None:
+    """The threshold that calibration has shown for a policy of the config; None where it holds no more."""
+    calibration, policy = service.config.calibration.get(name), service.policies.get(name)
+    if calibration is None or policy is None or calibration.policy_hash != policy.hash:
+        return None
+    return policy.threshold
 
 
 def _filters(query: FilterQuery) -> TraceFilter:
