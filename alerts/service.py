@@ -86,7 +86,7 @@ class AlertsService:
             links=Links(
                 base_url,
                 trace_url or f"{base_url}/v1/traces/{{id}}",
-                advisor_url or f"{base_url}/v1/rollouts",
+                advisor_url or f"{base_url}/v1/advisor",
             ),
             samples=samples,
             queue_limit=queue_limit,
