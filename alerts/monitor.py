@@ -74,7 +74,7 @@ class Monitor:
         self._clock = clock
         self._rules = [*built_in_rules(queue_limit), *(Rule(rule) for rule in config.rules)]
         self._unsent: list[Notification] = []
-        self._changed: list[Alert] = []
+        self._unwritten: list[tuple[float, Alert]] = []
         self._dirty = False
         self._next_save = 0.0
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -100,13 +100,14 @@ class Monitor:
             self._on_promote(self.canaries.stable)
         changed, notifications = self.alerts.update(self._findings(now), now)
         self._unsent += notifications
-        self._changed += changed
+        # Copies: an alert may change again before the tape takes this.
+        self._unwritten += [(now, Alert(**asdict(alert))) for alert in changed]
         if transitions or changed or notifications:
             self.save()
-            self._hand_over(now)
-        elif self._unsent or self._changed:
+            self._hand_over()
+        elif self._unsent or self._unwritten:
             # The tape refused the last time.
-            self._hand_over(now)
+            self._hand_over()
         elif self._dirty and now >= self._next_save:
             self.save()
 
@@ -145,14 +146,14 @@ class Monitor:
             )
         return [finding for finding in found if finding is not None]
 
-    def _hand_over(self, now: float) -> None:
+    def _hand_over(self) -> None:
         rollout = self.canaries.current
         if rollout is not None:
             self._store.put_transitions(rollout)
             for number, transition in enumerate(rollout.history):
                 self._webhooks.announce(rollout.plan.name, rollout.plan.salt, number, transition)
-        self._store.put_alerts(self._changed, now)
-        self._changed = []
+        self._store.put_alerts(self._unwritten)
+        self._unwritten = []
         for notification in self._unsent:
             self._webhooks.notify(notification, self.links.base_url)
         self._unsent = []
@@ -187,6 +188,7 @@ class Monitor:
                 "alerts": self.alerts.to_dict(),
                 "drift": self.intake.drift.to_dict(),
                 "unsent": [asdict(notification) for notification in self._unsent],
+                "unwritten": [(ts, asdict(alert)) for ts, alert in self._unwritten],
             }
         )
         took = time.perf_counter() - began
@@ -218,8 +220,10 @@ class Monitor:
         if drift.policy_hash == self.canaries.stable.hash:
             self.intake.drift = drift
         self._unsent = unsent
-        # Written or not before the end: the ids make it harmless to hand over again.
-        self._hand_over(self._clock())
+        self._unwritten = [(ts, Alert(**alert)) for ts, alert in state.get("unwritten", ())]
+        # Written or not before the end: the ids make it harmless to hand over again. Where the tape refuses,
+        # the next look tries again.
+        self._guarded(self._hand_over)
 
     # --- the thread ---
 

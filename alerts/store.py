@@ -66,19 +66,21 @@ class Store:
                 }
                 self._insert(cursor, "rollouts", row)
 
-    def put_alerts(self, alerts: Sequence[Alert], now: float) -> None:
-        """Write that these alerts changed their state."""
+    def put_alerts(self, changes: Sequence[tuple[float, Alert]]) -> None:
+        """Write that alerts changed their state at a time; a change that is there is left as it is."""
         with self._tape() as cursor:
-            for alert in alerts:
+            for ts, alert in changes:
                 row = {
-                    "ts": now,
+                    "ts": ts,
                     "fingerprint": alert.fingerprint,
                     "name": alert.name,
                     "state": alert.state,
                     "labels": json.dumps(alert.labels),
                     "annotations": json.dumps(alert.annotations),
                 }
-                self._insert(cursor, "alerts", row)
+                known = "SELECT count(*) FROM alerts WHERE ts = ? AND fingerprint = ? AND state = ?"
+                if not self._value(cursor, known, [ts, alert.fingerprint, alert.state]):
+                    self._insert(cursor, "alerts", row)
 
     def alert_history(self, limit: int) -> list[dict[str, Any]]:
         """The latest changes of alerts, newest first."""

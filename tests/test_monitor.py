@@ -26,6 +26,7 @@ from alerts.monitor import Monitor
 from alerts.post import Answer
 from alerts.rollout import arm_of
 from alerts.service import AlertsService, FieldError, NotFound, WrongState
+from alerts.store import Store
 from gateway.core import (
     Accept,
     Action,
@@ -254,6 +255,42 @@ def test_a_crash_between_deciding_and_telling_tells_afterwards_once(house: House
     house.deliver()
     assert house.told() == [("CanaryRolledBack", "firing")]
     assert len(house.posted) == 1
+
+
+def test_changes_of_alerts_survive_a_tape_that_refuses_and_a_crash(house: House) -> None:
+    house.service.start_rollout(ROLLOUT)
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    house.monitor._store.put_alerts = refuse  # type: ignore[method-assign]
+    house.serve(300, bad, until_verdict=True)
+    house.crash()
+    house.crash()
+    house.clock.now += 1
+    house.service.start_rollout({**ROLLOUT, "name": "next"})
+    house.crash()
+    history = house.service.alerts()["history"]
+    # Newest first; each change once, as it was then.
+    assert [(change["name"], change["state"]) for change in history] == [
+        ("CanaryRolledBack", "resolved"),
+        ("CanaryRolledBack", "firing"),
+    ]
+
+
+def test_a_tape_that_refuses_does_not_stop_the_start(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    house.service.start_rollout(ROLLOUT)
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "put_alerts", refuse)
+        house.serve(300, bad, until_verdict=True)
+        house.crash()
+        assert house.service.rollout("cheap")["verdict"] == "rolled_back"
+    assert house.monitor.flush()
+    house.deliver()
+    assert house.told() == [("CanaryRolledBack", "firing")]
 
 
 def test_a_good_canary_is_promoted_and_stays_after_a_restart(house: House) -> None:
