@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +28,26 @@ def data_dir_of(given: str | None) -> Path:
 def running_gateway(data_dir: Path) -> str | None:
     """Where the gateway that holds this tape listens; None when none runs."""
     try:
+        # A file left behind by a gateway that was killed says nothing; another one may listen there now.
+        if not _is_held(data_dir):
+            return None
         url = (data_dir / "gateway.url").read_text(encoding="utf-8").strip()
         httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
     except (OSError, httpx.HTTPError):
-        # A file left behind by a gateway that was killed says nothing.
         return None
     return url
+
+
+def _is_held(data_dir: Path) -> bool:
+    """Whether a process has the tape open for writing; raises OSError where there never was one."""
+    from logs.tape import LOCK
+
+    with (data_dir / LOCK).open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def ask(

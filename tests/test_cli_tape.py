@@ -139,6 +139,15 @@ def test_no_tape_is_2_and_makes_none(verb: str, tmp_path: Path, capsys: pytest.C
     assert "--url" in capsys.readouterr().err
 
 
+def test_an_address_left_behind_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path / "mine")
+    with fake_gateway(data_dir=tmp_path / "other") as other:
+        # Where the killed gateway of this tape listened, another one serves another tape now.
+        (tmp_path / "mine" / "gateway.url").write_text(other.url)
+        assert tokentape("stats", tmp_path / "mine") == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 2
+
+
 def test_a_tape_that_another_process_holds_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(tmp_path)
     # No gateway says where it listens, so the file itself is tried, and found locked.
