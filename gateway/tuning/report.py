@@ -80,7 +80,8 @@ def curve_png(
         if speed is not None:
             marker = "o" if one.passed else "x"
             right.plot([speed], [100 * one.disagreement], marker, color="black")
-            right.annotate(f"{one.threshold:g}", (speed, 100 * one.disagreement), fontsize=8)
+            at = (speed, 100 * one.disagreement)
+            right.annotate(f"{one.threshold:g}", at, (6, -10), textcoords="offset points", fontsize=8)
     right.axhline(100 * bound, color=LARGE, linestyle="--", label=f"bound, {100 * bound:g} %")
     right.set(xlabel="predicted speed over large-only", ylabel="disagreement, % of tokens")
     right.set_title("Quality against speed (o passed, x not shown; run for real)")
