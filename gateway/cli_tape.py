@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import structlog
+
 from gateway.config import ConfigError, load_config
 from gateway.remote import ask, data_dir_of, fetch, running_gateway, tape_reader
 
@@ -74,19 +76,22 @@ def _export(arguments: argparse.Namespace) -> int:
 def _new_file(out: Path | None) -> Iterator[IO[bytes]]:
     """The file to write; removed again if it does not get to its end."""
     if out is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        try:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            # Whoever reads has enough. What is still buffered must not be tried again on exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:
-        file = out.open("xb")
+        with out.open("xb") as file:
+            try:
+                yield file
+            except BaseException:
+                out.unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise ConfigError(f"--out: {out}: {error.strerror or error}") from None
-    try:
-        with file:
-            yield file
-    except BaseException:
-        out.unlink(missing_ok=True)
-        raise
 
 
 def _compact(arguments: argparse.Namespace) -> int:
@@ -155,6 +160,8 @@ def _held(data_dir: Path) -> Iterator[Recorder]:
 
     if not (data_dir / FILE).exists() and not (data_dir / FOLDER).is_dir():
         raise ConfigError(f"--data-dir: there is no tape in {data_dir}")
+    # What the tape says of itself stays out of what the command prints.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     logs = load_config(None, os.environ).logs
     keep = Keep.of(logs.segment_mb, logs.retention_days, logs.retention_gb)
     try:

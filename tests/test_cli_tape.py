@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -41,8 +43,10 @@ def fill(data_dir: Path) -> None:
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     """The gateway's log lines, in this process, would be on the command's standard output."""
+    before = structlog.get_config()
     with structlog.testing.capture_logs():
         yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(params=["file", "gateway"])
@@ -137,6 +141,26 @@ def test_no_tape_is_2_and_makes_none(verb: str, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "none").exists()
     assert tokentape(verb, tmp_path / "none", "--url", "http://127.0.0.1:9") == 2
     assert "--url" in capsys.readouterr().err
+
+
+def test_only_the_answer_is_on_standard_output(tmp_path: Path) -> None:
+    fill(tmp_path)
+    command = [sys.executable, "-m", "gateway.cli", "tape", "compact", "--data-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["made", "1"]
+    assert "tape_segment" in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    fill(tmp_path)
+    command = [sys.executable, "-m", "gateway.cli", "tape", "export", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_an_address_left_behind_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
