@@ -87,8 +87,9 @@ class DecodingRequest(Body, frozen=True, kw_only=True):
 
 
 class CompletionRequest(DecodingRequest, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """POST /v1/completions; with `echo`, max_tokens 0 scores the prompt and answers nothing."""
 
+    max_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None

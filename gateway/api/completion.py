@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from msgspec import UNSET, UnsetType
 
 from gateway.api.answer import LogprobsWriter, prompt_logprobs
 from gateway.api.form import Answer
-from gateway.core import Delta, Finished, Step
+from gateway.core import Delta, Finished, FinishReason, Step
 from gateway.request import Request
 from gateway.text import Tokenizer
 from gateway.wire import CompletionRequest
@@ -33,6 +34,10 @@ class CompletionForm(Answer):
         self._logprobs = [LogprobsWriter(tokenizer, body.logprobs or 0, skip) for _ in requests]
         self._opened: set[int] = set()
 
+    def add(self, delta: Delta) -> None:
+        """Take a delta in."""
+        super().add(self._shown(delta))
+
     def whole(self) -> Completion:
         """The response body once every choice has ended."""
         choices = [
@@ -47,6 +52,7 @@ class CompletionForm(Answer):
 
     def chunks(self, delta: Delta) -> Iterator[Completion]:
         """At most one chunk; none for a delta that has nothing to show yet."""
+        delta = self._shown(delta)
         text = delta.text
         if delta.choice not in self._opened:
             text = self._echoed[delta.choice] + text
@@ -62,6 +68,15 @@ class CompletionForm(Answer):
         """The usage, if asked for."""
         if self.wants_final_usage:
             yield self._completion([], usage=self.usage())
+
+    def _shown(self, delta: Delta) -> Delta:
+        """The delta; where only the prompt is scored, without the token that the engine wrote after it."""
+        if self._body.max_tokens != 0:
+            return delta
+        ended = delta.finished
+        if ended is not None and ended.reason is FinishReason.STOP:
+            ended = replace(ended, reason=FinishReason.LENGTH, stop=None)
+        return replace(delta, text="", steps=(), finished=ended)
 
     def _choice(
         self, index: int, text: str, steps: tuple[Step, ...] | list[Step], finished: Finished | None

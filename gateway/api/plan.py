@@ -63,8 +63,13 @@ def plan_completion(
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         raise BodyError(f"best_of: only best_of = n ({n}) is supported", "best_of", "unsupported_value")
+    if body.max_tokens == 0 and not body.echo:
+        raise BodyError("max_tokens: 0 only scores a prompt, with echo = true", "max_tokens", "invalid_value")
+    if body.max_tokens == 0 and body.min_tokens:
+        raise BodyError(f"min_tokens: {body.min_tokens} is more than max_tokens = 0", "min_tokens")
     prompts = _prompts(body.prompt, tokenizer)
-    max_tokens = body.max_tokens or COMPLETION_MAX_TOKENS
+    # An engine's row ends by writing: the one token after a scored prompt is not sent.
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     top = max(body.logprobs or 0, body.prompt_logprobs or 0)
     reads_prompt = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
     return requests_for(
