@@ -61,8 +61,8 @@ class Peers:
         while len(context) - len(ids) < max_tokens:
             token = None
             if len(context) - len(ids) >= PROTECT_FIRST:
-                out = self.small(torch.tensor([context[seen:]]), past_key_values=cache, use_cache=True)
-                cache, seen = out.past_key_values, len(context)
+                out = self.small(torch.tensor([context[seen:]]), cache=cache, use_cache=True)
+                cache, seen = out.cache, len(context)
                 top = torch.softmax(out.logits[0, -1].float(), dim=-1).topk(2)
                 if float(top.values[0] - top.values[1]) >= THRESHOLD:
                     token = int(top.indices[0])
