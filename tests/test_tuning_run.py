@@ -64,6 +64,8 @@ def test_every_token_of_a_trusted_answer_gets_its_label(tiny_pair: TinyPair) -> 
         assert None not in [
             one.columns["large_choice"][i] for i in one.written if one.columns["tier"][i] == "small"
         ]
+        for top1_p, gap in zip(one.columns["large_top1_p"], one.columns["large_gap"], strict=True):
+            assert top1_p is None or 0 <= gap <= top1_p <= 1
         assert one.count(Tier.SMALL) + one.count(Tier.LARGE) == len(one.tokens) == 20
     # Nothing kept, nothing wrong; and the large model alone writes what shadow writes.
     strict = list(runner.run(prompts(6), replace(TRUST, threshold=1.0)))

@@ -6,6 +6,7 @@ neighbours or the machine's mood.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,15 @@ COLUMNS = (
 """What is kept of each step; beside it the small model's signals."""
 
 SIGNALS = ("top1_p", "gap", "entropy", "attn_entropy")
+"""Of the small model."""
+
+LARGE_SIGNALS = ("large_top1_p", "large_gap")
+"""The same of the large model, read off its two top tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt's answer: rows of the tape in seq order, as columns (COLUMNS and SIGNALS).
+    """One prompt's answer: rows of the tape in seq order, as columns (COLUMNS, SIGNALS, LARGE_SIGNALS).
 
     prompt: the prompt's digest. finish: how it ended. large_passes, small_passes: passes with this row.
     """
@@ -138,7 +143,17 @@ class _Running:
         columns = {name: [getattr(step, name) for step in steps] for name in COLUMNS}
         for name in SIGNALS:
             columns[name] = [None if step.signals is None else getattr(step.signals, name) for step in steps]
+        large = [_top_two(step) for step in steps]
+        columns |= dict(zip(LARGE_SIGNALS, map(list, zip(*large, strict=True)), strict=True))
         return Answer(prompt, self.finish, self.large_passes, self.small_passes, columns)
+
+
+def _top_two(step: Step) -> tuple[float | None, float | None]:
+    """The large model's top1_p and gap, where it has seen the position."""
+    if step.large_topk is None:
+        return None, None
+    first, second = (math.exp(logprob) for logprob in step.large_topk.logprobs[:2])
+    return first, first - second
 
 
 def disagreement(answer: Answer, policy: Policy) -> float:
