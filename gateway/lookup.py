@@ -6,7 +6,7 @@ copied from, if what follows it is also what followed most of the others.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 NGRAM = 3
@@ -28,7 +28,8 @@ class NgramIndex:
     def __init__(self, tokens: Sequence[int] = (), ngram: int = NGRAM) -> None:
         self.tokens: list[int] = []
         self.ngram = ngram
-        self._places: dict[tuple[int, ...], deque[int]] = {}
+        # Lists, not deques: a deque of one place is 600 bytes, and most n-grams have one.
+        self._places: dict[tuple[int, ...], list[int]] = {}
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -37,7 +38,12 @@ class NgramIndex:
             end = len(self.tokens)
             if end >= self.ngram:
                 key = tuple(self.tokens[end - self.ngram :])
-                self._places.setdefault(key, deque(maxlen=MOST_PLACES)).append(end)
+                places = self._places.get(key)
+                if places is None:
+                    self._places[key] = [end]
+                else:
+                    places.append(end)
+                    del places[:-MOST_PLACES]
             self.tokens.append(token)
 
     def propose(self, context: Sequence[int], most: int) -> list[int]:
