@@ -104,6 +104,12 @@ def test_gets_are_of_their_schema(gateway: FakeGateway, document: dict[str, Any]
     matches(document, answer_schema(document, path, "get", response.status_code), response.json())
 
 
+def test_conflicts_are_described_where_state_may_forbid(document: dict[str, Any]) -> None:
+    for path in ("/v1/rollouts", "/v1/rollouts/{name}/{action}", "/v1/traces/{trace_id}/what-if"):
+        assert "409" in document["paths"][path]["post"]["responses"]
+    assert "409" not in document["paths"]["/v1/traces"]["get"]["responses"]
+
+
 def test_a_mixed_prompt_is_refused_by_schema_and_gateway(
     gateway: FakeGateway, document: dict[str, Any]
 ) -> None:

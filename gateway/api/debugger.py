@@ -40,7 +40,7 @@ MEDIA = {"jsonl": "application/x-ndjson", "parquet": "application/vnd.apache.par
 @post(
     "/v1/traces/{trace_id:str}/what-if",
     status_code=200,
-    opt=Route(Scope.READ, body=WhatIfRequest, query=ChoiceQuery, returns=dict[str, Any]).opt,
+    opt=Route(Scope.READ, body=WhatIfRequest, query=ChoiceQuery, returns=dict[str, Any], conflicts=True).opt,
 )
 async def post_what_if(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """The decisions that other routing keys would have taken on the recorded path."""

@@ -22,7 +22,7 @@ ERRORS = {
     403: "The key lacks the scope",
     404: "Unknown path, model or trace",
     405: "Wrong method",
-    409: "A trace with this x-request-id exists",
+    409: "A trace with this x-request-id exists, or what is there already does not allow it",
     413: "The body is too large",
     415: "The body is not application/json",
     429: "Too many requests; Retry-After says when to come again",
@@ -133,6 +133,8 @@ def _errors(route: Route) -> list[int]:
         found |= {413, 415}
     if route.infers:
         found |= {409, 429, 504}
+    if route.conflicts:
+        found.add(409)
     return sorted(found)
 
 

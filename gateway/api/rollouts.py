@@ -22,13 +22,13 @@ from gateway.wire_debug import RolloutRequest, SilenceRequest
 HttpRequest = Request[Any, Any, Any]
 T = TypeVar("T")
 READ = Route(Scope.READ, returns=dict[str, Any]).opt
-ADMIN = Route(Scope.ADMIN, returns=dict[str, Any]).opt
+ADMIN = Route(Scope.ADMIN, returns=dict[str, Any], conflicts=True).opt
 
 
 @post(
     "/v1/rollouts",
     status_code=201,
-    opt=Route(Scope.ADMIN, body=RolloutRequest, returns=dict[str, Any], status=201).opt,
+    opt=Route(Scope.ADMIN, body=RolloutRequest, returns=dict[str, Any], status=201, conflicts=True).opt,
 )
 async def start_rollout(request: HttpRequest) -> Response[bytes]:
     """Start a canary; the answer estimates how many requests its verdict will take."""
@@ -74,7 +74,7 @@ async def list_alerts(request: HttpRequest) -> Response[bytes]:
 @post(
     "/v1/alerts/silences",
     status_code=201,
-    opt=Route(Scope.ADMIN, body=SilenceRequest, returns=dict[str, Any], status=201).opt,
+    opt=Route(Scope.ADMIN, body=SilenceRequest, returns=dict[str, Any], status=201, conflicts=True).opt,
 )
 async def add_silence(request: HttpRequest) -> Response[bytes]:
     """Silence alerts by their labels for a while."""

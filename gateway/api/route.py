@@ -17,6 +17,7 @@ class Route:
 
     also: other content types of a 200 answer with their structs, or None for text and bytes.
     status: of success. infers: whether it runs the models, and so may end with 409, 429 or 504.
+    conflicts: whether what is there already may forbid it: 409.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Route:
         also: dict[str, Any] | None = None,
         status: int = 200,
         infers: bool = False,
+        conflicts: bool = False,
     ) -> None:
         self.scope = scope
         self.returns = returns
@@ -37,6 +39,7 @@ class Route:
         self.also = also or {}
         self.status = status
         self.infers = infers
+        self.conflicts = conflicts
 
     @property
     def opt(self) -> dict[str, Any]:
