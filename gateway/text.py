@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import copy
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +14,17 @@ from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 METASPACE = "\u2581"
 """SentencePiece's visible space."""
+
+TEMPLATE_PARAMETERS = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+} - {"documents"}
+"""What a client's template variables may not be called: transformers would take them for its own options,
+the template itself among them, which then is a program of the client's that we would run."""
 
 
 class ChatTemplateError(ValueError):

@@ -192,6 +192,15 @@ def test_chat_refusals(body: dict[str, Any], param: str) -> None:
     assert param == refused(chat, **body)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "sanitize_control_tokens", "messages", "tools", "kwargs"],
+)
+def test_template_variables_are_no_way_to_options_of_the_renderer(name: str) -> None:
+    # A template of the client's own would be a loop of the client's own, run before anything is queued.
+    assert refused(chat, chat_template_kwargs={"tone": "warm", name: "x"}) == f"chat_template_kwargs.{name}"
+
+
 def test_logprobs_ask_for_enough_candidates() -> None:
     assert complete()[0].num_topk == 5
     assert complete(logprobs=20)[0].num_topk == 20

@@ -12,7 +12,7 @@ from gateway.api.tools import offered
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.sampling import Constraint
-from gateway.text import Tokenizer
+from gateway.text import TEMPLATE_PARAMETERS, Tokenizer
 from gateway.wire import BodyError
 from gateway.wire_chat import ChatRequest, Message
 
@@ -58,6 +58,9 @@ def plan_chat(
 
 
 def _chat_prompt(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
+    for name in sorted(TEMPLATE_PARAMETERS & set(body.chat_template_kwargs or {})):
+        field = f"chat_template_kwargs.{name}"
+        raise BodyError(f"{field}: not a variable that a client may set", field, "invalid_value")
     messages = [_template_message(message, i) for i, message in enumerate(body.messages)]
     tools = offered(body)
     continues = bool(body.continue_final_message)
