@@ -203,15 +203,15 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._on_signal)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; ConfigError when the address cannot be bound."""
+def listen(host: str, port: int, key: str = "server.port") -> socket.socket:
+    """A listening socket; ConfigError, naming the key, when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         # create_server's own text repeats the address; gaierror has no errno of the system's.
         why = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else error
-        raise ConfigError(f"server.port: cannot listen on {host}:{port}: {why}") from None
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {why}") from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -80,7 +80,14 @@ async def _serve(config: Config, keys: Keyring) -> int:
             print(f"ready {url}", flush=True)
 
         if config.server.ui:
-            beside.enter_context(replay_ui_beside(url_of(listener), config.server.ui_port, config.data_dir))
-            print(f"replay UI http://127.0.0.1:{config.server.ui_port}", file=sys.stderr, flush=True)
+            port = config.server.ui_port
+            try:
+                listen("127.0.0.1", port, "server.ui_port").close()
+            except ConfigError as error:
+                # No reason to refuse requests: after a SIGKILL it is our own UI, which finds us again.
+                print(f"replay UI not started: {error}", file=sys.stderr, flush=True)
+            else:
+                beside.enter_context(replay_ui_beside(url_of(listener), port, config.data_dir))
+                print(f"replay UI http://127.0.0.1:{port}", file=sys.stderr, flush=True)
         await gateway.run(listener, on_ready)
     return 0

@@ -116,3 +116,5 @@ def test_a_taken_port_is_a_config_error() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"server\.port.*{port}: Address already in use$"):
             listen("127.0.0.1", port)
+        with pytest.raises(ConfigError, match=rf"^server\.ui_port: .*{port}: Address already in use$"):
+            listen("127.0.0.1", port, "server.ui_port")
