@@ -25,7 +25,7 @@ class Diff:
 
     first_divergence: first output position whose tokens differ (or that only one has), None if none does.
     max_logprob_difference: largest difference between the large model's log-probabilities of a token that
-    both traces have among its top tokens, before the divergence, nats; at logprob_difference_at; None where
+    both traces have among its top tokens, up to the divergence, nats; at logprob_difference_at; None where
     the large model's view of no position is on both. num_same: equal tokens before the divergence.
     steps: per position idx, `a`, `b` (written rows, None past an end), `same` token, `differs`: column names.
     """

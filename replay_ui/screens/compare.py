@@ -140,7 +140,7 @@ def token_names(steps: Steps, at: int) -> Mapping[int, str]:
 
 
 def largest(left: Loaded, right: Loaded) -> str:
-    """What the gateway's own diff adds: the largest difference in log-probability before the divergence."""
+    """What the gateway's own diff adds: the largest difference in log-probability up to the divergence."""
     key = f"fetched:diff:{left.version}:{right.version}"
     if key not in st.session_state:
         try:
@@ -148,7 +148,7 @@ def largest(left: Loaded, right: Loaded) -> str:
         except Problem:
             st.session_state[key] = {}
     value = st.session_state[key].get("max_logprob_difference")
-    return "" if value is None else f"<span>largest logprob difference before it: {value:.2g} nats</span>"
+    return "" if value is None else f"<span>largest logprob difference up to it: {value:.2g} nats</span>"
 
 
 def tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
