@@ -27,6 +27,12 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
+BELIEVED = (0.7, 0.9, 0.7)
+"""What keep, hit and lookup_hit are taken for before anything was seen."""
+
+FORGET = 0.002
+"""Share by which a pass without drafts brings them back to that, so that routing is tried again some day."""
+
 PACE_EMA = 0.9
 """Weight of the past in a tier's pace."""
 
@@ -63,7 +69,7 @@ class Load:
         self.costs = dict(costs)
         self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
-        self.keep, self.hit, self.lookup_hit = 0.7, 0.9, 0.7
+        self.keep, self.hit, self.lookup_hit = BELIEVED
         self.spent_ms = 0.0
         self.large_only_ms = 0.0
         self.off_ms = 0.0
@@ -152,6 +158,11 @@ class Load:
             if self.off_ms <= 0:
                 self.spent_ms = self.large_only_ms = self._since_off_ms = 0.0
             return
+        if self.cap(num_rows) == 0:
+            seen = (self.keep, self.hit, self.lookup_hit)
+            self.keep, self.hit, self.lookup_hit = (
+                (1 - FORGET) * now + FORGET * then for now, then in zip(seen, BELIEVED, strict=True)
+            )
         self._since_off_ms += ms
         fade = max(0.0, 1 - ms / WINDOW_MS)
         alone = self._ms(Tier.LARGE, num_rows) / num_rows if num_rows else 0.0

@@ -39,6 +39,15 @@ def test_useless_drafts_are_switched_off_by_what_is_seen() -> None:
     assert load.cap(1) == 0
 
 
+def test_after_a_bad_answer_routing_is_tried_again() -> None:
+    load = Load(FLAT)
+    for _ in range(400):
+        load.saw_verified(Tier.SMALL, 0, 1)
+    for _ in range(2000):
+        load.saw_pass(Tier.LARGE, 50.0, 1, 1, 1)
+    assert load.cap(1) > 0
+
+
 def test_lookup_drafts_cost_only_their_share_of_the_large_pass() -> None:
     load = Load(FLAT)
     assert load.lookup_cap(1) == load.longest
