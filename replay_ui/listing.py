@@ -86,7 +86,11 @@ def _cells(s: Mapping[str, Any], tz: tzinfo) -> list[dict[str, Any] | None]:
         {"text": view.clock(s.get("received"), tz), "title": view.utc(s.get("received"))},
         {"text": plain(visible(preview, 160)), "kind": "text", "title": str(s["id"])}
         if preview
-        else {"text": "not recorded", "kind": "dim", "title": str(s["id"])},
+        else {
+            "text": "empty" if s.get("prompt_preview") is not None else "not recorded",
+            "kind": "dim",
+            "title": str(s["id"]),
+        },
         {"text": str(s.get("arm") or view.DASH)},
         {"text": f"{s.get('policy_name') or '?'}@{str(s.get('policy_hash') or '')[:4]}"},
         {"text": str(counts.get("completion_tokens") or 0), "kind": number},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC
 
+import pytest
 from fake_traces import NOW, TEXT, pieces, simulate, summary
 
 from gateway.policy import Policy
@@ -40,6 +41,12 @@ def test_a_row_has_a_cell_a_column_and_hostile_text_is_inert() -> None:
     assert by_name["guards"] == {"text": "2", "kind": "warn"}
     assert by_name["small"]["share"] == 1 - row["large_tokens"] / 170
     assert len(by_name["gap"]["spark"]) <= 32
+
+
+@pytest.mark.parametrize(("preview", "said"), [("", "empty"), (" \n", "empty"), (None, "not recorded")])
+def test_an_empty_prompt_is_not_taken_for_one_left_out(preview: str | None, said: str) -> None:
+    (made,) = listing.rows([{"id": "x", "received": NOW, "prompt_preview": preview}], UTC)
+    assert made["cells"][1]["text"] == said
 
 
 def test_a_running_trace_has_dashes_for_what_is_not_known() -> None:
