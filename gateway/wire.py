@@ -21,6 +21,8 @@ INT64 = 2**63
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Length = Annotated[int, Meta(ge=1, le=10_000_000)]
 Label = Annotated[str, Meta(max_length=512)]
+Moment = Annotated[float, Meta(ge=0.0, le=1e11)]
+"""Unix seconds; milliseconds are refused."""
 
 
 class BodyError(ValueError):
@@ -120,8 +122,8 @@ class TraceQuery(Body, frozen=True, kw_only=True):
     cursor: str | None = None
     arm: str | None = None
     finish_reason: str | None = None
-    since: float | None = None
-    until: float | None = None
+    since: Moment | None = None
+    until: Moment | None = None
     q: str | None = None
     min_guard_hits: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     max_acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None

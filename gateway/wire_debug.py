@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from gateway.routing import Routing
-from gateway.wire import Body, TokenId
+from gateway.wire import Body, Moment, TokenId
 
 Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -54,8 +54,8 @@ class TapeExportQuery(Body, frozen=True, kw_only=True):
     format: Literal["jsonl", "parquet"] = "jsonl"
     arm: Text | None = None
     finish_reason: Text | None = None
-    since: float | None = None
-    until: float | None = None
+    since: Moment | None = None
+    until: Moment | None = None
     q: Text | None = None
 
 
@@ -65,8 +65,8 @@ class FilterQuery(Body, frozen=True, kw_only=True):
     policy: Text | None = None
     arm: Text | None = None
     finish_reason: Text | None = None
-    since: float | None = None
-    until: float | None = None
+    since: Moment | None = None
+    until: Moment | None = None
     q: Text | None = None
 
 

@@ -93,6 +93,13 @@ def test_filters(gateway: FakeGateway) -> None:
     assert found("until=5") == []
 
 
+@pytest.mark.parametrize("path", ["traces", "tape/export", "advisor", "diagnose"])
+@pytest.mark.parametrize("query", ["since=nan", "until=inf", "since=-1"])
+def test_no_moment_no_answer(gateway: FakeGateway, path: str, query: str) -> None:
+    refused = gateway.http.get(f"/v1/{path}?{query}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.split("=")[0])
+
+
 def test_the_metrics_count_what_was_served(gateway: FakeGateway) -> None:
     def value(name: str) -> float:
         lines = gateway.http.get("/metrics").text.splitlines()
