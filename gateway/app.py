@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,6 +33,9 @@ from logs.upkeep import Keep
 from replay_ui.serve import command
 
 log = structlog.get_logger("gateway")
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal a child gets when its parent ends."""
 
 URL_FILE = "gateway.url"
 """Beside the tape: where the gateway that holds it listens."""
@@ -220,6 +225,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _die_with_parent() -> None:
+    """In the child: a gateway that is killed outright must not leave a UI behind that holds its port."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def replay_ui_beside(url: str, port: int, data_dir: Path | None = None) -> Iterator[None]:
     """Run the replay UI as a child process, on loopback only, for as long as the block lasts."""
@@ -229,6 +239,7 @@ def replay_ui_beside(url: str, port: int, data_dir: Path | None = None) -> Itera
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
     try:
         yield

@@ -15,6 +15,24 @@ from gateway import cli
 pytestmark = pytest.mark.e2e
 
 
+def test_a_killed_gateway_takes_its_ui_along(tmp_path: Path) -> None:
+    with Serving(tmp_path / "data") as process:
+        url = f"http://127.0.0.1:{process.ui_port}"
+        deadline = time.monotonic() + 60
+        while not _answers(url):
+            assert time.monotonic() < deadline, "the UI never came up"
+        process.kill()
+        while _answers(url):
+            assert time.monotonic() < deadline, "the UI outlived its gateway"
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def test_killed_in_mid_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = {
         "model": "tiny",
