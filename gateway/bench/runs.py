@@ -79,13 +79,15 @@ class Bench:
             for i, prompt in enumerate(prompts)
         ]
 
-    def run(self, setting: Setting, prompts: Sequence[str], max_tokens: int) -> Measured:
-        """All prompts at once, to the end."""
+    def run(
+        self, setting: Setting, prompts: Sequence[str], max_tokens: int, num_rows: int | None = None
+    ) -> Measured:
+        """All prompts to the end, num_rows at a time (by default all at once)."""
         load = None
         if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
             load = Load(self.loaded.costs)
         engine = self.loaded.engine(
-            Scheduler(LARGE_WAIT_S, PREFILL_CHUNK), len(prompts), self.max_model_len, load=load
+            Scheduler(LARGE_WAIT_S, PREFILL_CHUNK), num_rows or len(prompts), self.max_model_len, load=load
         )
         for request in self.requests(setting, prompts, max_tokens):
             engine.check(request)

@@ -10,6 +10,9 @@ from gateway.bench.runs import Bench, Measured, Setting
 from gateway.bench.settings import LARGE_ONLY
 from gateway.bench.workloads import Workload
 
+LEAST_PROMPTS = 4
+"""Prompts of a run, one after the other where fewer rows decode at a time: one prompt alone says little."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -44,14 +47,14 @@ def compare(
     told: Callable[[Line], None],
 ) -> list[Line]:
     """A B A B ...: large-only between all others, `repeats` rounds; the first line is large-only itself."""
-    prompts = workload.pick(num_rows)
+    prompts = workload.pick(max(num_rows, LEAST_PROMPTS))
     ratios: dict[str, list[float]] = {s.name: [] for s in settings}
     last: dict[str, Measured] = {}
-    alone = [bench.run(LARGE_ONLY, prompts, max_tokens)]
+    alone = [bench.run(LARGE_ONLY, prompts, max_tokens, num_rows)]
     for _ in range(repeats):
         for setting in settings:
-            last[setting.name] = bench.run(setting, prompts, max_tokens)
-            alone.append(bench.run(LARGE_ONLY, prompts, max_tokens))
+            last[setting.name] = bench.run(setting, prompts, max_tokens, num_rows)
+            alone.append(bench.run(LARGE_ONLY, prompts, max_tokens, num_rows))
             beside = (alone[-2].tokens_per_s + alone[-1].tokens_per_s) / 2
             ratios[setting.name].append(last[setting.name].tokens_per_s / beside)
     typical = sorted(alone, key=lambda m: m.tokens_per_s)[len(alone) // 2]
