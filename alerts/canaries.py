@@ -182,11 +182,12 @@ class Canaries:
 
 
 def counts(request: Request) -> bool:
-    """Whether a request is evidence: forks, and requests that set their own routing, are not.
+    """Whether a request is evidence: forks, requests that set their own routing, and shadowed ones are not.
 
     A request with several choices counts by its first.
     """
-    return request.choice == 0 and request.parent is None and request.params.get("routing") is None
+    first = request.choice == 0 and request.parent is None
+    return first and request.params.get("routing") is None and request.policy.mode is not Mode.SHADOW
 
 
 def policy_from(fields: Mapping[str, Any]) -> Policy:

@@ -123,6 +123,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[Port, Meta(description="port of the gateway")] = 8000
     ui: Annotated[bool, Meta(description="whether the replay UI is started beside the gateway")] = True
     ui_port: Annotated[Port, Meta(description="port of the replay UI (loopback only)")] = 8501
+    shadow_rate: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)],
+        Meta(
+            description="share of requests without `routing` of their own that the large model alone answers "
+            "(mode `shadow`), so that there are labels without risk"
+        ),
+    ] = 0.0
     max_body_mib: Annotated[
         Annotated[float, Meta(gt=0.0)], Meta(description="largest request body; beyond it the answer is 413")
     ] = 8.0

@@ -12,7 +12,8 @@ import pytest
 from fake_worker import ANSWER
 from serving import TINY, FakeGateway, fake_gateway
 
-from gateway.config import Config, ServerConfig
+from gateway.config import Config, ModelsConfig, ServerConfig
+from gateway.core import Mode
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = {"model": "tiny", "prompt": "hi"}
@@ -356,3 +357,18 @@ def test_a_refused_request_may_come_again_with_its_id(gateway: FakeGateway) -> N
     assert gateway.post(COMPLETIONS, TEXT, headers=headers).json()["error"]["code"] == "queue_full"
     gateway.worker.num_waiting = 0
     assert gateway.post(COMPLETIONS, TEXT, headers=headers).status_code == 200
+
+
+def test_a_share_is_shadowed_unless_the_client_says_how_to_route() -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+    settings = Config(models=ModelsConfig(preset="tiny"), server=ServerConfig(shadow_rate=0.5))
+    with fake_gateway(settings) as gateway:
+        for _ in range(60):
+            assert gateway.post("/v1/completions", body).status_code == 200
+        modes = [request.policy.mode for request in gateway.worker.seen]
+        assert 10 <= modes.count(Mode.SHADOW) <= 50
+        assert set(modes) == {Mode.SHADOW, Mode.ROUTED}
+        gateway.worker.seen.clear()
+        for _ in range(20):
+            gateway.post("/v1/completions", body | {"routing": {"threshold": 0.4}})
+        assert {request.policy.mode for request in gateway.worker.seen} == {Mode.ROUTED}

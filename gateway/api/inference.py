@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,12 +19,13 @@ from gateway.api.errors import ApiError, as_api_error
 from gateway.api.form import Form
 from gateway.api.guard import caller
 from gateway.api.live import Cancelled, Failed, Live, TooLate
-from gateway.api.plan import Arm, Origin, plan_completion
+from gateway.api.plan import Arm, Origin, chosen, plan_completion
 from gateway.api.plan_chat import plan_chat
 from gateway.api.route import Route
 from gateway.api.service import Service, clash, service_of
 from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, event
 from gateway.api.tools import constraint_of, wants_grammar
+from gateway.core import Mode
 from gateway.request import Request as Planned
 from gateway.wire import CompletionRequest, DecodingRequest
 from gateway.wire_chat import ChatRequest
@@ -84,8 +86,13 @@ async def chat_completions(request: HttpRequest) -> Response[bytes]:
 
 
 def _arm(request: HttpRequest, service: Service, body: DecodingRequest, origin: Origin) -> Arm:
-    """Stable or canary, by the body's user, the x-user-id header, or the request itself."""
-    return service.arm(origin.id, body.user, request.headers.get("x-user-id"))
+    """Stable or canary, by the body's user, the x-user-id header, or the request; a share in shadow."""
+    arm = service.arm(origin.id, body.user, request.headers.get("x-user-id"))
+    rate = service.config.server.shadow_rate
+    # What a client asked for by name is what it gets.
+    if body.routing is None and arm.policy.mode is Mode.ROUTED and chosen("shadow", origin.id, rate):
+        return replace(arm, policy=replace(arm.policy, mode=Mode.SHADOW))
+    return arm
 
 
 async def _planned(request: HttpRequest, plan: Callable[[], tuple[Planned, ...]]) -> tuple[Planned, ...]:

@@ -124,7 +124,7 @@ def requests_for(
             model=body.model,
             params=params,
             num_topk=max(5, num_logprobs),
-            audited=_audited(origin.id, policy.audit_rate),
+            audited=chosen("audit", origin.id, policy.audit_rate),
             constraint=constraint,
             scope=origin.scope,
             prompt_logprobs=reads_prompt,
@@ -197,9 +197,9 @@ def _reading_the_prompt(policy: Policy) -> Policy:
     return replace(policy, protect_first=max(1, policy.protect_first))
 
 
-def _audited(request_id: str, rate: float) -> bool:
-    """Whether a request is audited: by hash, so that it is settled before anything is known of its answer."""
-    digest = hashlib.sha256(f"audit:{request_id}".encode()).digest()
+def chosen(what: str, request_id: str, rate: float) -> bool:
+    """Whether a request is among a share of all: by hash, settled before its answer is known."""
+    digest = hashlib.sha256(f"{what}:{request_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < rate * 2**64
 
 
