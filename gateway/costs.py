@@ -53,14 +53,16 @@ def costs_of(
 
 
 def measure(run: Callable[[Tier, int], float], sizes: Sequence[int]) -> dict[Tier, CostTable]:
-    """Cost tables from timed passes: run(tier, tokens) -> ms. Medians of five; never falling with size."""
+    """Cost tables from timed passes: run(tier, tokens) -> ms; never falling with size.
+
+    The least of six: whatever disturbs a pass makes it longer. A pass cannot cost more than a larger one, so
+    a size that was disturbed every time takes the figure of the next.
+    """
     tables = {}
     for tier in (Tier.SMALL, Tier.LARGE):
-        ms: list[float] = []
-        for size in sizes:
-            run(tier, size)
-            times = sorted(run(tier, size) for _ in range(5))
-            ms.append(max(times[2], ms[-1] if ms else 0.0))
+        ms = [min(run(tier, size) for _ in range(6)) for size in sizes]
+        for i in range(len(ms) - 2, -1, -1):
+            ms[i] = min(ms[i], ms[i + 1])
         tables[tier] = CostTable(tuple(sizes), tuple(ms))
     return tables
 
