@@ -23,8 +23,10 @@ PROMPTS = [
 ]
 CONFIG = """
 [engine]
-# Draft caps follow the machine's pace, so the share they leave is not a fixed number.
+# Draft caps follow the machine's pace and remembered answers the order of requests: without both, routes are
+# a fixed function of each prompt.
 adapt = false
+lookup_history_tokens = 0
 max_model_len = 2048
 """
 
@@ -81,7 +83,7 @@ def test_more_than_half_is_not_written_by_the_large_model_and_all_of_it_is_its_c
                 labelled += 1
                 agreeing += token == large
     assert labelled == cheap
-    assert share >= 0.55
+    assert share >= 0.55, f"{cheap} tokens"
     assert agreeing / labelled >= 0.97
 
 
