@@ -23,14 +23,13 @@ from gateway.api.models import as_json
 from gateway.api.plan import overlaid
 from gateway.api.route import Route
 from gateway.api.service import Service, service_of
-from gateway.api.traces import SETTLE_S, reader_of, summary
+from gateway.api.traces import SETTLE_S, check_choice, reader_of, summary
 from gateway.replay import COLUMNS as REPLAY_COLUMNS
 from gateway.replay import UnknownPolicy, recorded_policy
 from gateway.whatif import what_if
 from gateway.wire_debug import ChoiceQuery, DiffQuery, ExportQuery, ForkRequest, WhatIfRequest
 from logs.export import export_trace
 from logs.labels import labelled
-from logs.reader import Reader
 
 HttpRequest = Request[Any, Any, Any]
 
@@ -143,14 +142,6 @@ async def get_export(request: HttpRequest, trace_id: FromPath[str]) -> Response[
 
 async def choice_of(service: Service, trace_id: str, choice: int) -> dict[str, Any]:
     """The requests row of one choice; ApiError 404 for a trace or choice that is not on the tape."""
-    found = await summary(service, trace_id)
-    if choice >= found["num_choices"]:
-        raise ApiError(
-            404, f"choice: the trace has {found['num_choices']} choices", param="choice", code="not_found"
-        )
-    rows = await asyncio.to_thread(_rows, reader_of(service), trace_id)
+    check_choice(await summary(service, trace_id), choice)
+    rows = await asyncio.to_thread(reader_of(service).choices, trace_id)
     return next(row for row in rows if row["choice"] == choice)
-
-
-def _rows(reader: Reader, trace_id: str) -> list[dict[str, Any]]:
-    return reader.choices(trace_id)

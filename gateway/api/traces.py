@@ -63,10 +63,7 @@ async def get_steps(request: HttpRequest, trace_id: FromPath[str]) -> Response[b
     service = service_of(request.app.state)
     reader = reader_of(service)
     found = await summary(service, trace_id)
-    if query.choice >= found["num_choices"]:
-        raise ApiError(
-            404, f"choice: the trace has {found['num_choices']} choices", param="choice", code="not_found"
-        )
+    check_choice(found, query.choice)
     table = await asyncio.to_thread(reader.steps, trace_id, query.choice, query.start, query.stop)
     if ARROW in request.headers.get("accept", ""):
         return Response(_arrow_stream(table), media_type=ARROW)
@@ -94,6 +91,14 @@ async def summary(service: Service, trace_id: str) -> dict[str, Any]:
     if found is None:
         raise ApiError(404, f"There is no trace {trace_id[:200]!r}", param="id", code="trace_not_found")
     return found
+
+
+def check_choice(found: dict[str, Any], choice: int) -> None:
+    """ApiError 404 for a choice that the trace of this summary does not have."""
+    if choice >= found["num_choices"]:
+        raise ApiError(
+            404, f"choice: the trace has {found['num_choices']} choices", param="choice", code="not_found"
+        )
 
 
 def _json_values(column: pa.ChunkedArray) -> list[Any]:
