@@ -18,6 +18,7 @@ from gateway.core import Tier
 from gateway.costs import SIZES, costs_of
 from gateway.engine import Engine
 from gateway.load import CostTable, Load
+from gateway.local import local_tiers
 from gateway.lookup import AnswerStore
 from gateway.models import CausalLM, Quantize
 from gateway.prefix import PrefixCache
@@ -51,8 +52,7 @@ class Loaded:
         """An engine over this pair; options as for Engine."""
         pool = BlockPool(self.num_blocks, self.block_size)
         return Engine(
-            self.small,
-            self.large,
+            local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large}),
             self.tokenizer,
             pool,
             scheduler,

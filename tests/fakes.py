@@ -26,6 +26,7 @@ from gateway.core import (
 )
 from gateway.engine import Engine
 from gateway.layout import Feed, Forward
+from gateway.local import local_tiers
 from gateway.policy import Policy, f32
 from gateway.replay import COLUMNS, replay
 from gateway.request import Request
@@ -157,9 +158,9 @@ def fake_engine(
     **options: Any,
 ) -> Engine:
     """An engine over two scripted models."""
+    said = {Tier.SMALL: small, Tier.LARGE: large}
     return Engine(
-        ScriptedModel(vocab_size, small, block_size),
-        ScriptedModel(vocab_size, large, block_size),
+        local_tiers({tier: ScriptedModel(vocab_size, logits, block_size) for tier, logits in said.items()}),
         tokenizer or Letters(vocab_size),
         BlockPool(num_blocks, block_size),
         Scheduler(large_wait_s, prefill_chunk),

@@ -501,7 +501,7 @@ def test_a_repeated_request_is_prefilled_from_kept_keys_and_drafted_from_the_ear
         "first", [i % 5 for i in range(60)], policy=Policy(protect_first=0, draft_length=8), max_tokens=20
     )
     first = decode_one(e, request)
-    large = e.models[Tier.LARGE]
+    large = e.tiers[Tier.LARGE].model
     large.feeds.clear()
     again = decode_one(e, replace(request, id="again"))
     assert again.tokens == first.tokens
@@ -684,7 +684,7 @@ def test_a_long_prompt_stalls_nobody_by_more_than_a_chunk() -> None:
         e.add(ask_for("d", policy=Policy(mode=mode), max_tokens=30))
         e.tick()
         e.add(ask_for("long", [i % END for i in range(900)], policy=Policy(mode=mode), max_tokens=2))
-        model = e.models[Tier.LARGE if mode is Mode.LARGE_ONLY else Tier.SMALL]
+        model = e.tiers[Tier.LARGE if mode is Mode.LARGE_ONLY else Tier.SMALL].model
         model.feeds.clear()
         while len(e.rows) + len(e.waiting) == 2:
             e.tick()
@@ -767,11 +767,11 @@ def test_a_failing_pass_ends_its_rows_alone_and_leaks_nothing(tier: Tier) -> Non
     while not e.idle:
         plan = e.scheduler.plan(e.rows, e.clock())
         fail_now = not failed and e.num_ticks > 6 and plan is not None and plan.tier is tier
-        e.models[tier].error = RuntimeError("out of memory") if fail_now else None
+        e.tiers[tier].model.error = RuntimeError("out of memory") if fail_now else None
         tick = e.tick()
         got.take(tick)
         failed |= any(d.finished and d.finished.reason is FinishReason.ERROR for d in tick.deltas)
-        e.models[tier].error = None
+        e.tiers[tier].model.error = None
     assert failed
     assert e.pool.num_free == e.pool.num_blocks
     reasons = {got[r.id, 0].finished.reason for r in requests}

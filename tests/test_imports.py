@@ -55,7 +55,23 @@ def within(package: str) -> list[str]:
 
 
 ENGINE = {
-    f"gateway.{m}" for m in ("engine", "models", "row", "steps", "sampling", "cache", "scheduler", "accept")
+    f"gateway.{m}"
+    for m in (
+        "engine",
+        "rounds",
+        "admission",
+        "commit",
+        "labels",
+        "tier",
+        "local",
+        "models",
+        "row",
+        "steps",
+        "sampling",
+        "cache",
+        "scheduler",
+        "accept",
+    )
 }
 TORCH_FREE = ("gateway.core", "gateway.policy", "gateway.replay", "alerts.sequential", "alerts.evidence")
 

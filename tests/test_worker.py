@@ -275,7 +275,7 @@ def test_an_observer_that_raises_harms_nobody(start: Callable[..., Worker]) -> N
 def test_a_failing_pass_reaches_the_clients_and_the_worker_lives_on(start: Callable[..., Worker]) -> None:
     e = engine()
     worker, bad, good = start(e), Client(), Client()
-    large = e.models["large"]
+    large = e.tiers["large"].model
     large.error = RuntimeError("out of memory")
     with capture_logs():
         worker.submit(ask_for("bad", policy=Policy(), max_tokens=3), bad)
@@ -298,8 +298,7 @@ def test_when_the_engine_dies_everybody_is_told_and_nobody_is_admitted(start: Ca
     def bug(*_: object) -> None:
         raise KeyError("a bug in the engine")
 
-    e._after_large = bug
-    e._after_small = bug
+    e.rounds.after = bug
     with capture_logs() as logs:
         gate.open.set()
         answers = [c.answer() for c in clients]

@@ -10,7 +10,9 @@ from typing import Any
 
 from gateway import tiny
 from gateway.cache import BlockPool
+from gateway.core import Tier
 from gateway.engine import Engine
+from gateway.local import local_tiers
 from gateway.models import CausalLM
 from gateway.scheduler import Scheduler
 from gateway.text import Tokenizer
@@ -48,8 +50,7 @@ class TinyPair:
     ) -> Engine:
         """A fresh engine over the shared models; max_model_len at most BLOCK_SIZE."""
         return Engine(
-            self.small,
-            self.large,
+            local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large}),
             self.tokenizer,
             BlockPool(num_blocks, BLOCK_SIZE),
             Scheduler(large_wait_s, prefill_chunk),

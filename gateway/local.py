@@ -1,0 +1,54 @@
+"""A model in this process as a tier: one forward, then its logits are read as the asks say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from gateway.core import Tier
+from gateway.layout import Feed, Forward
+from gateway.sampling import read
+from gateway.tier import Job, Scored
+
+
+class Model(Protocol):
+    """What a local tier needs of a model; gateway.models.CausalLM, and fakes in tests."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def forward(self, feeds: list[Feed]) -> Forward: ...
+
+    def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None: ...
+
+
+class Local:
+    """One model as a tier. vocab_size: ids beyond it are cut off its logits."""
+
+    def __init__(self, model: Model, vocab_size: int) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+
+    def score(self, jobs: Sequence[Job]) -> Scored:
+        """One forward over all jobs; ms is the forward's."""
+        feeds = [Feed(job.blocks, job.start, job.tokens, len(job.asks)) for job in jobs]
+        began = time.perf_counter()
+        logits, attn_entropy = self.model.forward(feeds)
+        ms = (time.perf_counter() - began) * 1e3
+        asks = [ask for job in jobs for ask in job.asks]
+        flat = iter(read(logits[:, : self.vocab_size], asks, attn_entropy))
+        return Scored([[next(flat) for _ in job.asks] for job in jobs], ms)
+
+    def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
+        """Copy keys and values from one row's blocks to another's."""
+        self.model.copy_prefix(source, target, length)
+
+
+def local_tiers(models: Mapping[Tier, Model]) -> dict[Tier, Local]:
+    """Models of one family as tiers that know the same tokens.
+
+    Padded heads differ in size within one family; ids beyond the shortest stand for no token.
+    """
+    vocab_size = min(model.vocab_size for model in models.values())
+    return {tier: Local(model, vocab_size) for tier, model in models.items()}

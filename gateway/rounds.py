@@ -1,0 +1,215 @@
+"""A row's rounds: the small model proposes, drafts gather, the large model verifies and writes one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gateway.accept import num_accepted
+from gateway.commit import write
+from gateway.core import Action, Mode, Outcome, Reason, Step, Tick, Tier
+from gateway.labels import label, signal
+from gateway.load import Load
+from gateway.lookup import AnswerStore, NgramIndex
+from gateway.policy import decide, decide_lookup
+from gateway.row import Output, PassStamp, Proposal, Row
+from gateway.sampling import Reading
+from gateway.steps import large_step, new_step, proposal_step, recovered_step
+
+View = tuple[int, Reading]
+"""An output position and what a model says there."""
+
+
+class Rounds:
+    """Decides what becomes of each row after a pass. rows: all that are in the engine; load and answers as
+    for the engine."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        load: Load | None,
+        answers: AnswerStore | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rows = rows
+        self.load = load
+        self.answers = answers
+        self.clock = clock
+
+    @property
+    def num_decoding(self) -> int:
+        """Rows whose client still waits."""
+        return sum(row.finished is None for row in self.rows)
+
+    def begin(self, row: Row, out: Output, tick: Tick) -> None:
+        """A row's first round; a fork's given tokens are written before it.
+
+        What the models say of those is filled in by their first passes.
+        """
+        mode = row.request.policy.mode
+        stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
+        for token, tier in row.request.forced:
+            state = row.history.state(None, row.draft_limit)
+            step = new_step(row, token, tier, Outcome.FORCED, None, state, stamp)
+            if tier is Tier.LARGE:
+                row.history.resolve(0, token)
+            else:
+                row.history.keep(token)
+            row.append(token)
+            row.owe(step, signals=mode.runs_small, label=mode.runs_large)
+            self._write(row, step, out, tick)
+            if row.finished is not None:
+                return
+        self._route(row, tick)
+
+    def after(
+        self, tier: Tier, row: Row, views: list[View], stamp: PassStamp, out: Output, tick: Tick
+    ) -> None:
+        """A tier has spoken: at positions already written, and where it was asked what comes next."""
+        if tier is Tier.SMALL:
+            self._after_small(row, views, stamp, out, tick)
+        else:
+            self._after_large(row, views, stamp, out, tick)
+
+    def discard(self, row: Row, drafts: list[Proposal], tick: Tick) -> None:
+        """Record what was proposed behind the last position that counts, the deferred proposal included."""
+        late = [*drafts, row.deferred] if row.deferred is not None else drafts
+        tick.steps.extend(proposal_step(row, p, Outcome.DISCARDED, None) for p in late)
+
+    # ---- what comes next
+
+    def _route(self, row: Row, tick: Tick) -> None:
+        """Decide the next position as far as that needs no model; look up what may be drafted for free."""
+        policy = row.request.policy
+        if self.load is not None and policy.mode is Mode.ROUTED:
+            row.load_cap = self.load.cap_for(self.num_decoding, row.num_unseen(Tier.SMALL), row.num_left)
+            row.counts.adapted |= row.load_cap < policy.draft_length
+        row.route()
+        if row.lookup is not None and not row.drafts and self._look_up(row, row.lookup, tick):
+            row.route()
+
+    def _look_up(self, row: Row, index: NgramIndex, tick: Tick) -> bool:
+        """Draft what followed the last tokens before, while the rules allow it; whether there was any."""
+        policy, history = row.request.policy, row.history
+        most = min(policy.draft_length, row.num_left - 1)
+        if self.load is not None:
+            most = min(most, self.load.lookup_cap(self.num_decoding))
+        if most < 1:
+            return False
+        tokens = index.propose(row.sequence, most)
+        if not tokens and self.answers is not None:
+            tokens = self.answers.propose(row.request.scope, row.sequence, most)
+        stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
+        for token in tokens:
+            position = len(history.tokens)
+            state = history.state(token, most, row.probe_u(position))
+            decision = decide_lookup(policy, state)
+            if decision is None or not row.permits(token):
+                break
+            seen = row.seen
+            row.drafts.append(
+                Proposal(
+                    Tier.LOOKUP, token, None, None, state, decision, stamp, seen[Tier.SMALL], seen[Tier.LARGE]
+                )
+            )
+            history.draft(token)
+            row.append(token)
+        row.lookup_full = bool(row.drafts)
+        return row.lookup_full
+
+    # ---- the small model has spoken
+
+    def _after_small(self, row: Row, views: list[View], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        for position, reading in views:
+            seq = row.unsignalled.pop(position, None)
+            if seq is not None:
+                tick.restated.append(signal(row, seq, reading))
+            elif row.finished is None and position == len(row.history.tokens):
+                self._propose(row, reading, stamp, out, tick)
+
+    def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
+        policy = row.request.policy
+        position = len(row.history.tokens)
+        fact = row.fact_value(position, reading.token)
+        state = row.history.state(reading.token, row.draft_limit, row.probe_u(position), fact)
+        decision = decide(policy, state, reading.signals)
+        proposal = Proposal(
+            Tier.SMALL,
+            reading.token,
+            reading.signals,
+            reading.topk,
+            state,
+            decision,
+            stamp,
+            row.seen[Tier.SMALL],
+            row.seen[Tier.LARGE],
+        )
+        if decision.reason in (Reason.LOOP_GUARD, Reason.FACT_GUARD):
+            row.counts.guard_hits += 1
+        if self.load is not None and policy.mode is Mode.ROUTED:
+            self.load.saw_proposal(decision.action is Action.KEEP)
+        if decision.action is Action.DEFER:
+            row.deferred, row.tier = proposal, Tier.LARGE
+            return
+        row.append(proposal.token)
+        if policy.verified and decision.reason is not Reason.BUDGET:
+            row.drafts.append(proposal)
+            row.history.draft(proposal.token)
+        else:
+            row.history.keep(proposal.token)
+            step = proposal_step(row, proposal, Outcome.KEPT, None)
+            row.owe(step, signals=False, label=True)
+            self._write(row, step, out, tick)
+        if row.finished is None:
+            self._route(row, tick)
+
+    # ---- the large model has spoken
+
+    def _after_large(self, row: Row, views: list[View], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        rest = []
+        for position, reading in views:
+            seq = row.unlabelled.pop(position, None)
+            if seq is None:
+                rest.append(reading)
+            else:
+                tick.restated.append(label(row, seq, reading))
+        if row.finished is None and len(rest) == len(row.drafts) + 1:
+            self._resolve(row, rest, stamp, out, tick)
+
+    def _resolve(self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        """Accept a prefix of the drafts, then write the large model's own token behind it."""
+        drafts = list(row.drafts)
+        num = num_accepted(row.request.policy, [d.token for d in drafts], readings)
+        if drafts:
+            row.counts.num_drafts += 1
+            row.counts.num_draft_tokens += len(drafts)
+            if self.load is not None:
+                self.load.saw_verified(drafts[0].tier, num, min(num + 1, len(drafts)))
+        for i in range(num):
+            row.counts.num_accepted_draft_tokens += 1
+            step = proposal_step(row, drafts[i], Outcome.ACCEPTED, readings[i])
+            row.owe(step, signals=step.signals is None, label=False)
+            self._write(row, step, out, tick)
+            if row.finished is not None:
+                self.discard(row, drafts[i + 1 :], tick)
+                row.history.resolve(i + 1, None)
+                row.drop_drafts(i + 1)
+                return
+        large = readings[num]
+        if num < len(drafts):
+            tick.steps.append(proposal_step(row, drafts[num], Outcome.REJECTED, large))
+            self.discard(row, drafts[num + 1 :], tick)
+            step = recovered_step(row, drafts[num], large, stamp)
+        else:
+            step = large_step(row, large, stamp)
+        row.history.resolve(num, large.token)
+        row.drop_drafts(num)
+        row.append(large.token)
+        lacks = step.signals is None and row.request.policy.mode.runs_small
+        row.owe(step, signals=lacks and step.reason is not Reason.LOAD, label=False)
+        self._write(row, step, out, tick)
+        row.round += 1
+        if row.finished is None:
+            self._route(row, tick)
+
+    def _write(self, row: Row, step: Step, out: Output, tick: Tick) -> None:
+        write(row, step, out, tick, self.clock)
