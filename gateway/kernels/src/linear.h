@@ -176,13 +176,92 @@ constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 #endif
 #endif
 
-#if !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
 
-#if defined(__AVX2__)
-constexpr int kPart = 32, kPlainRows = 4;
-#else
+INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+INLINE __m256i signed_weights(const uint8_t* p) {
+  return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_set1_epi8(-128));
+}
+
+// Four products a lane. |x| <= 127 and |w| <= 127, so a pair's sum stays within 16 bits: nothing saturates.
+INLINE __m256i dot4(__m256i w, __m256i x, __m256i magnitude) {
+  const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w, x));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+INLINE v16i joined(__m256i low, __m256i high) {
+  int32_t lanes[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), low);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes + 8), high);
+  return *reinterpret_cast<const v16i*>(lanes);
+}
+
+// One group of B blocks for M rows. Unrolled by pragma, or gcc keeps the sums in memory.
+template <int M, int B>
+INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, int64_t width, v16i whole[M][B]) {
+  __m256i dot[M][B][2];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) dot[m][b][0] = dot[m][b][1] = _mm256_setzero_si256();
+  for (int64_t k = 0; k < kGroup; k += 4, wp += 64, xp += 4) {
+    __m256i weights[B][2];
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+      prefetch(wp + b * stride + kGroup * kBlock);
+      weights[b][0] = signed_weights(wp + b * stride);
+      weights[b][1] = signed_weights(wp + b * stride + 32);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      int32_t four;
+      std::memcpy(&four, xp + m * width, 4);
+      const __m256i xv = _mm256_set1_epi32(four), magnitude = _mm256_abs_epi8(xv);
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) {
+        dot[m][b][0] = _mm256_add_epi32(dot[m][b][0], dot4(weights[b][0], xv, magnitude));
+        dot[m][b][1] = _mm256_add_epi32(dot[m][b][1], dot4(weights[b][1], xv, magnitude));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) whole[m][b] = joined(dot[m][b][0], dot[m][b][1]);
+}
+
+// M rows by B blocks, group by group.
+template <int M, int B>
+void avx2_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
+  v16 total[M][B] = {};
+  const int64_t width = w.groups * kGroup, stride = width * kBlock;
+  const uint8_t* wp = weights_of(w, block);
+  const int8_t* xp = x.q + row * width;
+  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup) {
+    v16i dot[M][B];
+    dot_group<M, B>(wp, stride, xp, width, dot);
+    for (int b = 0; b < B; ++b) {
+      const v16 ws = scales_of(w, block + b, g);
+      for (int m = 0; m < M; ++m) total[m][b] = add_group(total[m][b], dot[m][b], ws, x.scale[g * x.padded + row + m]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int b = 0; b < B; ++b) put(w, y, row + m, block + b, total[m][b]);
+}
+
+void avx2_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
+  int64_t row = 0;
+  for (; row + 4 <= x.rows; row += 4)
+    for (int64_t b = 0; b < kItem / kBlock; ++b) avx2_tile<4, 1>(w, x, block + b, row, y);
+  for (; row + 2 <= x.rows; row += 2)
+    for (int64_t b = 0; b < kItem / kBlock; b += 2) avx2_tile<2, 2>(w, x, block + b, row, y);
+  if (row < x.rows) avx2_tile<1, 4>(w, x, block, row, y);
+}
+
+#elif !defined(__AVX512VNNI__)
+
 constexpr int kPart = 16, kPlainRows = 2;
-#endif
 constexpr int kParts = 64 / kPart;  // of a block's sixteen outputs, each as wide as a register
 typedef float fpart __attribute__((vector_size(kPart), aligned(4), may_alias));
 typedef int32_t ipart __attribute__((vector_size(kPart), aligned(4), may_alias));
@@ -233,11 +312,12 @@ INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, con
 #if defined(__AMX_INT8__)
   if (amx && x.rows >= kAmxRows) return amx_item(w, x, block, y);
 #endif
+  (void)amx;
 #if defined(__AVX512VNNI__)
-  (void)amx;
   return vnni_item(w, x, block, y);
+#elif defined(__AVX2__)
+  return avx2_item(w, x, block, y);
 #else
-  (void)amx;
   return plain_item(w, x, block, y);
 #endif
 }

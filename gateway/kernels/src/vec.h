@@ -22,9 +22,18 @@ INLINE v16 splat(float x) { return v16{} + x; }
 INLINE v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
 INLINE v16 vmin(v16 a, v16 b) { return a < b ? a : b; }
 
+#if defined(__AVX2__)
+typedef __m256 half_f __attribute__((aligned(4), may_alias));
+INLINE half_f& at(v16& v, int half) { return reinterpret_cast<half_f*>(&v)[half]; }
+#endif
+
 INLINE v16 fma(v16 a, v16 b, v16 c) {
 #if defined(__AVX512F__)
   return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  for (int half = 0; half < 2; ++half)
+    at(c, half) = _mm256_fmadd_ps(at(a, half), at(b, half), at(c, half));
+  return c;
 #else
   for (int i = 0; i < 16; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
