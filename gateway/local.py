@@ -9,6 +9,7 @@ from typing import Protocol
 from gateway.core import Tier
 from gateway.layout import Feed, Forward
 from gateway.sampling import read
+from gateway.summary import Summarize
 from gateway.tier import Job, Scored
 
 
@@ -17,6 +18,9 @@ class Model(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def summarize(self) -> Summarize: ...
 
     def forward(self, feeds: list[Feed]) -> Forward: ...
 
@@ -37,7 +41,7 @@ class Local:
         logits, attn_entropy = self.model.forward(feeds)
         ms = (time.perf_counter() - began) * 1e3
         asks = [ask for job in jobs for ask in job.asks]
-        flat = iter(read(logits[:, : self.vocab_size], asks, attn_entropy))
+        flat = iter(read(logits[:, : self.vocab_size], asks, attn_entropy, self.model.summarize))
         return Scored([[next(flat) for _ in job.asks] for job in jobs], ms)
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from gateway.cache import CacheShape, KVCache
 from gateway.int8_decoder import Int8Decoder
 from gateway.layout import Feed, Forward, Layout
+from gateway.summary import Summarize, by_kernels, by_torch
 from gateway.torch_decoder import TorchDecoder
 
 Quantize = Literal["none", "int8"]
@@ -33,10 +34,14 @@ class Decoder(Protocol):
 
 
 class CausalLM:
-    """A decoder of the Llama, Qwen2, Qwen3 or Mistral family with its KV cache."""
+    """A decoder of the Llama, Qwen2, Qwen3 or Mistral family with its KV cache.
 
-    def __init__(self, decoder: Decoder) -> None:
+    summarize: how its logits are best read.
+    """
+
+    def __init__(self, decoder: Decoder, summarize: Summarize = by_torch) -> None:
         self.decoder = decoder
+        self.summarize = summarize
         self.cache: KVCache | None = None
 
     @classmethod
@@ -51,7 +56,7 @@ class CausalLM:
         """The model in a Hugging Face folder, on `device`, in `dtype` or as int8 (CPU only)."""
         hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         if quantize == "int8":
-            return cls(Int8Decoder(hf.eval()))
+            return cls(Int8Decoder(hf.eval()), by_kernels)
         return cls(TorchDecoder(hf.to(device).eval()))
 
     @property

@@ -1,10 +1,7 @@
 """Logits to tokens and signals, exactly as the contract's "Sampling and acceptance" says.
 
-logits -> penalties, bias, min_tokens = A (softmax at temperature 1) -> temperature, top_k, top_p, min_p,
-renormalised = p. A token is argmax(log p + G) with counter-based Gumbel noise G(seed, choice, position,
-token) that all models share: where two models' distributions are close they draw the same token, and a
-verified draft is "right" simply when it equals the large model's own draw (Gumbel-max coupling; Daliri et al.
-2025, arXiv 2408.07978).
+logits -> penalties, bias, min_tokens = A (softmax at temperature 1), which the signals are of; a token is
+A's most likely one at temperature 0, else drawn (drawing.py).
 """
 
 from __future__ import annotations
@@ -19,11 +16,8 @@ import torch
 from torch import Tensor
 
 from gateway.core import Sampling, Signals, TopK
-
-NOISE_RANGE = 20.25
-"""Largest difference in nats of two noises whose uniforms have 24 bits: a token further below cannot win."""
-
-_MASK32 = 0xFFFFFFFF
+from gateway.drawing import Chances
+from gateway.summary import Summarize, by_torch
 
 
 class Constraint(Protocol):
@@ -83,7 +77,9 @@ class Reading:
 
 
 @torch.inference_mode()
-def read(logits: Tensor, asks: Sequence[Ask], attn_entropy: Tensor | None = None) -> list[Reading]:
+def read(
+    logits: Tensor, asks: Sequence[Ask], attn_entropy: Tensor | None = None, summarize: Summarize = by_torch
+) -> list[Reading]:
     """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place.
 
     In inference mode because the models' logits are inference tensors, which may only be written there.
@@ -93,35 +89,32 @@ def read(logits: Tensor, asks: Sequence[Ask], attn_entropy: Tensor | None = None
     for i, ask in enumerate(asks):
         if not ask.plain:
             logits[i] = shape(logits[i], ask)
-    k = max(ask.num_topk for ask in asks)
-    norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    top = torch.topk(logits, k, dim=-1)
-    top_logprobs = top.values - norm
-    p = torch.exp(logits - norm)
+    said = summarize(logits, max(2, *(ask.num_topk for ask in asks)))
+    norm = said.norm[:, None]
+    top_logprobs = said.top - norm
     top_p = top_logprobs[:, :2].exp()
     drafts = torch.tensor([0 if ask.draft is None else ask.draft for ask in asks], device=logits.device)
-    p_draft = p.gather(1, drafts[:, None])
+    p_draft = (logits.gather(1, drafts[:, None]) - norm).exp()
     numbers = torch.cat(
-        [top_p[:, :1], top_p[:, :1] - top_p[:, 1:], torch.special.entr(p).sum(-1, keepdim=True), p_draft],
+        [top_p[:, :1], top_p[:, :1] - top_p[:, 1:], said.entropy[:, None], p_draft, said.top[:, :1], norm],
         dim=1,
     ).tolist()
-    argmax = logits.argmax(dim=-1).tolist()
+    argmax, ids, logprobs = said.argmax.tolist(), said.ids.tolist(), top_logprobs.tolist()
     entropies = None if attn_entropy is None else attn_entropy.tolist()
-    ids, logprobs = top.indices.tolist(), top_logprobs.tolist()
     readings = []
     for i, ask in enumerate(asks):
-        p1, gap, entropy, of_draft = numbers[i]
+        p1, p_gap, entropy, of_draft, top, log_total = numbers[i]
         token, p_token, allowed = argmax[i], p1, of_draft > 0.0
         if ask.sampling.temperature > 0:
-            log_p = log_distribution(logits[i], ask.sampling)
-            token = draw(log_p, ask.sampling.seed, ask.choice, ask.position)
-            p_token = float(p[i, token])
-            allowed = ask.draft is not None and bool(log_p[ask.draft] > float("-inf"))
+            chances = Chances.of(logits[i], ask.sampling, top)
+            token = chances.draw(ask.sampling.seed, ask.choice, ask.position)
+            p_token = float((logits[i, token] - log_total).exp())
+            allowed = ask.draft is not None and chances.allow(ask.draft, logits[i], ask.sampling)
         readings.append(
             Reading(
                 token=token,
                 p_token=p_token,
-                signals=Signals(p1, gap, entropy, None if entropies is None else entropies[i]),
+                signals=Signals(p1, p_gap, entropy, None if entropies is None else entropies[i]),
                 topk=TopK(tuple(ids[i][: ask.num_topk]), tuple(logprobs[i][: ask.num_topk])),
                 p_draft=None if ask.draft is None else of_draft,
                 allowed=ask.draft is not None and allowed,
@@ -157,50 +150,6 @@ def shape(logits: Tensor, ask: Ask) -> Tensor:
     return out
 
 
-def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """log p [vocab] float64 of A's logits [vocab]: temperature (> 0), top_k, top_p, min_p, renormalised."""
-    z = logits.double() / sampling.temperature
-    if 0 < sampling.top_k < z.numel():
-        z = z.masked_fill(z < torch.topk(z, sampling.top_k).values[-1], float("-inf"))
-    if sampling.top_p < 1.0:
-        sorted_z, order = torch.sort(z, descending=True, stable=True)
-        p = torch.softmax(sorted_z, dim=-1)
-        # The smallest set whose mass reaches top_p: a token stays while the mass before it is below top_p.
-        beyond = p.cumsum(-1) - p >= sampling.top_p
-        beyond[0] = False
-        z = z.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), float("-inf"))
-    if sampling.min_p > 0.0:
-        p = torch.softmax(z, dim=-1)
-        z = z.masked_fill(p < sampling.min_p * p.max(), float("-inf"))
-    return torch.log_softmax(z, dim=-1)
-
-
-def draw(log_p: Tensor, seed: int, choice: int, position: int) -> int:
-    """argmax(log p + G), lowest id on ties; only tokens that can still win get noise."""
-    candidates = torch.nonzero(log_p > log_p.max() - NOISE_RANGE).squeeze(-1)
-    noisy = log_p[candidates] + gumbel(seed, choice, position, candidates)
-    return int(candidates[noisy.argmax()])
-
-
-def gumbel(seed: int, choice: int, position: int, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise float64 [tokens], a pure function of its arguments; 24-bit uniforms."""
-    counter = f"{seed}:{choice}:{position}".encode()
-    key = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
-    h = _mix32(tokens ^ (key & _MASK32))
-    h = _mix32((h + (key >> 32)) & _MASK32)
-    uniform = ((h >> 8).double() + 0.5) / 2**24
-    return -torch.log(-torch.log(uniform))
-
-
 def uniform(counter: str) -> float:
     """A uniform in [0, 1) with 24 bits, so a float32 holds it; a pure function of `counter`."""
     return (int.from_bytes(hashlib.blake2b(counter.encode(), digest_size=4).digest(), "little") >> 8) / 2**24
-
-
-def _mix32(h: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, on the low halves of int64."""
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & _MASK32
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & _MASK32
-    return h ^ (h >> 16)

@@ -31,6 +31,7 @@ from gateway.policy import Policy, f32
 from gateway.replay import COLUMNS, replay
 from gateway.request import Request
 from gateway.scheduler import Scheduler
+from gateway.summary import by_torch
 from logs.rows import Capture, step_table
 
 Logits = Callable[[tuple[int, ...]], Sequence[float]]
@@ -74,6 +75,7 @@ class ScriptedModel:
 
     def __init__(self, vocab_size: int, logits: Logits, block_size: int = 64) -> None:
         self.vocab_size = vocab_size
+        self.summarize = by_torch
         self.logits = logits
         self.block_size = block_size
         self.store: dict[tuple[int, int], int] = {}

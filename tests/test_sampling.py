@@ -1,4 +1,4 @@
-"""Readings of logits: processors against transformers' own and OpenAI's formulas, noise against its law."""
+"""Readings of logits: processors against transformers' own and OpenAI's formulas."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from gateway.core import Sampling
-from gateway.sampling import NOISE_RANGE, Ask, draw, gumbel, log_distribution, read, shape, uniform
+from gateway.drawing import gumbel, log_distribution
+from gateway.sampling import Ask, read, shape, uniform
 
 VOCAB = 50
 
@@ -32,140 +27,6 @@ def ask(**fields: object) -> Ask:
     sampling = Sampling(**{"max_tokens": 8, "seed": 5, "temperature": 1.0, **sampling_fields})
     given = {"choice": 0, "position": 0, "prompt": (), "output": (), "num_topk": 3}
     return Ask(sampling=sampling, **{**given, **fields})
-
-
-# ---- the noise
-
-
-def ks(values: list[float], cdf) -> float:
-    """Kolmogorov-Smirnov statistic times sqrt(n); above 2.7 has probability < 1e-6."""
-    n = len(values)
-    gap = max(max(abs((i + 1) / n - cdf(v)), abs(i / n - cdf(v))) for i, v in enumerate(sorted(values)))
-    return gap * math.sqrt(n)
-
-
-def noise(seed: int = 1, choice: int = 0, position: int = 0, num: int = 4000) -> torch.Tensor:
-    return gumbel(seed, choice, position, torch.arange(num))
-
-
-def test_noise_over_tokens_is_standard_gumbel() -> None:
-    assert ks(noise().tolist(), lambda x: math.exp(-math.exp(-x))) < 2.7
-
-
-@pytest.mark.parametrize("axis", ["seed", "choice", "position"])
-def test_noise_of_one_token_along_each_counter_is_standard_gumbel(axis: str) -> None:
-    values = [
-        float(gumbel(**{"seed": 3, "choice": 0, "position": 2, axis: i}, tokens=torch.tensor([17])))
-        for i in range(2000)
-    ]
-    assert ks(values, lambda x: math.exp(-math.exp(-x))) < 2.7
-
-
-@pytest.mark.parametrize("other", [{"seed": 2}, {"choice": 1}, {"position": 1}, {"seed": 1 + 2**32}])
-def test_noise_of_different_counters_is_uncorrelated(other: dict[str, int]) -> None:
-    """Correlation of n = 4000 independent pairs exceeds 5/sqrt(n) = 0.079 with probability < 1e-6."""
-    rows = torch.stack([noise(), noise(**other)])
-    assert abs(float(torch.corrcoef(rows)[0, 1])) < 0.079
-
-
-def test_noise_of_neighbouring_tokens_is_uncorrelated() -> None:
-    for lag in (1, 2, 64, 256):
-        values = noise()
-        rows = torch.stack([values[:-lag], values[lag:]])
-        assert abs(float(torch.corrcoef(rows)[0, 1])) < 0.079
-
-
-def test_noise_is_a_function_of_its_arguments_alone() -> None:
-    some = torch.tensor([3, 99, 151_000])
-    assert torch.equal(gumbel(9, 1, 4, torch.arange(151_001))[some], gumbel(9, 1, 4, some))
-
-
-def test_noise_is_what_it_was() -> None:
-    """Seeds in recorded traces must keep meaning the same tokens; computed once in plain integers."""
-    import hashlib
-
-    key = int.from_bytes(hashlib.blake2b(b"7:1:3", digest_size=8).digest(), "little")
-
-    def mix(h: int) -> int:
-        h ^= h >> 16
-        h = h * 0x85EBCA6B % 2**32
-        h ^= h >> 13
-        h = h * 0xC2B2AE35 % 2**32
-        return h ^ h >> 16
-
-    def expected(token: int) -> float:
-        h = mix((mix(token ^ key % 2**32) + (key >> 32)) % 2**32)
-        return -math.log(-math.log(((h >> 8) + 0.5) / 2**24))
-
-    tokens = [0, 1, 258, 151_935]
-    assert gumbel(7, 1, 3, torch.tensor(tokens)).tolist() == pytest.approx([expected(t) for t in tokens])
-
-
-def test_noise_range_covers_the_extremes_of_24_bit_uniforms() -> None:
-    low, high = (-math.log(-math.log((k + 0.5) / 2**24)) for k in (0, 2**24 - 1))
-    assert high - low < NOISE_RANGE < high - low + 0.1
-
-
-@given(st.integers(0, 2**63), st.integers(0, 3), st.integers(0, 9), st.floats(0.1, 30))
-@settings(max_examples=150)
-def test_drawing_over_candidates_is_drawing_over_all_tokens(
-    seed: int, choice: int, position: int, spread: float
-) -> None:
-    log_p = torch.log_softmax(spread * logits(seed % 1000)[0].double(), dim=-1)
-    everywhere = log_p + gumbel(seed, choice, position, torch.arange(VOCAB))
-    assert draw(log_p, seed, choice, position) == int(everywhere.argmax())
-
-
-def test_a_draw_never_takes_what_has_no_probability() -> None:
-    log_p = torch.full((VOCAB,), -math.inf, dtype=torch.float64)
-    log_p[41] = 0.0
-    assert {41} == {draw(log_p, seed, 0, 0) for seed in range(50)}
-
-
-def test_uniform_is_uniform_and_a_float32() -> None:
-    values = [uniform(f"probe:{i}") for i in range(3000)]
-    assert ks(values, lambda x: x) < 2.7
-    assert torch.tensor(values, dtype=torch.float32).double().tolist() == values
-
-
-# ---- the distribution p
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    ("fields", "warpers"),
-    [
-        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
-        ({"top_k": 5}, [TopKLogitsWarper(5)]),
-        ({"top_k": 500}, [TopKLogitsWarper(500)]),
-        ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
-        ({"top_p": 0.01}, [TopPLogitsWarper(0.01)]),
-        ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-        (
-            {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
-            [
-                TemperatureLogitsWarper(1.4),
-                TopKLogitsWarper(20),
-                TopPLogitsWarper(0.9),
-                MinPLogitsWarper(0.05),
-            ],
-        ),
-    ],
-)
-def test_distribution_is_that_of_transformers_warpers(seed: int, fields: dict, warpers: list) -> None:
-    given = logits(seed)
-    expected = given.double()
-    for warper in warpers:
-        expected = warper(None, expected)
-    got = log_distribution(given[0], ask(**fields).sampling)
-    torch.testing.assert_close(got.exp(), torch.softmax(expected[0], dim=-1))
-    assert torch.equal(got.isinf(), expected[0].isinf())
-
-
-def test_top_p_keeps_the_token_that_crosses_the_bound() -> None:
-    p = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert log_distribution(p, ask(top_p=0.6).sampling).isinf().tolist() == [False, False, True]
-    assert log_distribution(p, ask(top_p=0.0).sampling).isinf().tolist() == [False, True, True]
 
 
 # ---- A: penalties, bias, bans
@@ -291,3 +152,14 @@ def test_plain_means_untouched() -> None:
         assert not ask(**field).plain
     assert not replace(ask(), banned=(1,)).plain
     assert not replace(ask(), small_penalty=1.1).plain
+
+
+# ---- what probes are drawn with
+
+
+def test_uniform_is_uniform_and_a_float32() -> None:
+    """Kolmogorov-Smirnov: the statistic times sqrt(n) exceeds 2.7 with probability < 1e-6."""
+    values = [uniform(f"probe:{i}") for i in range(3000)]
+    gap = max(abs((i + 0.5) / 3000 - v) for i, v in enumerate(sorted(values)))
+    assert gap * math.sqrt(3000) < 2.7
+    assert torch.tensor(values, dtype=torch.float32).double().tolist() == values

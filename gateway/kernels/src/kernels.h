@@ -60,6 +60,15 @@ struct Pass {
   float *logits, *attn_entropy;  // [wanted, vocab], [wanted]
 };
 
+// What a router needs of one position's logits. Top tokens come most likely first, ties by lowest id; `norm` is the
+// log of the sum of exponentials, `entropy` that of the softmax in nats. ids, logits: [k], `k` at most kMostTop.
+constexpr int64_t kMostTop = 64;
+struct Summary {
+  int64_t* ids;
+  float* logits;
+  float *norm, *entropy;
+};
+
 struct Scratch {
   float *h, *wide, *narrow, *scores, *entropy;  // entropy: [tokens, heads] of the last layer
   int64_t scores_per_thread;
@@ -90,6 +99,7 @@ struct Kernels {
   void (*attention)(Worker&, const Model&, const Pass&, int64_t layer, const float* q,
                     int64_t q_stride, float* out, float* entropy, Scratch&);
   void (*forward)(Worker, const Model&, const Pass&, Scratch&, bool amx);
+  void (*summarize)(Worker, const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t k, Summary first);
   int64_t (*read)(Worker, const uint8_t* bytes, int64_t count);
   double (*peak)(bool amx, int64_t repeats);  // multiply-adds done, for timing
 };

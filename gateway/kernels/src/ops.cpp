@@ -341,6 +341,20 @@ class Decoder : public torch::CustomClassHolder {
   Quantized quantized_;
 };
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> summarize(const Tensor& logits, int64_t k) {
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat && logits.stride(1) == 1,
+              "logits must be float32 [rows, vocab], each row contiguous");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  TORCH_CHECK(k >= 1 && k <= kMostTop && k <= vocab, "k is ", k, ", 1 to ", std::min(kMostTop, vocab), " can be asked for");
+  Tensor ids = at::empty({rows, k}, at::kLong), top = at::empty({rows, k}, at::kFloat);
+  Tensor norm = at::empty({rows}, at::kFloat), entropy = at::empty({rows}, at::kFloat);
+  const Summary first{ids.data_ptr<int64_t>(), top.data_ptr<float>(), norm.data_ptr<float>(), entropy.data_ptr<float>()};
+  on_team(path(), 1, [&](const Kernels& kernels, Worker me) {
+    kernels.summarize(me, logits.const_data_ptr<float>(), logits.stride(0), rows, vocab, k, first);
+  });
+  return {ids, top, norm, entropy};
+}
+
 int64_t read(const Tensor& bytes) {
   TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.is_contiguous(), "bytes must be contiguous uint8");
   std::atomic<int64_t> all{0};
@@ -372,6 +386,7 @@ TORCH_LIBRARY(tokentape, lib) {
       "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor rows, Tensor positions, Tensor block_table, "
       "float scale) -> Tensor",
       &attention);
+  lib.def("summarize(Tensor logits, int k) -> (Tensor, Tensor, Tensor, Tensor)", &summarize);
   lib.def("paths() -> str[]", &path_names);
   lib.def("use_path(str name) -> ()", &use_path);
   lib.def("read(Tensor bytes) -> int", &read);

@@ -239,6 +239,64 @@ void forward(Worker me, const Model& m, const Pass& p, Scratch& s, bool amx) {
   project(me, m.head, last, {p.logits, m.vocab, false}, amx);
 }
 
+// The k largest of `count` values, first the largest, of equal ones the first. A stretch is looked at one by
+// one only where its largest value belongs among them.
+void find_top(const float* x, int64_t count, int64_t k, int64_t* ids, float* values) {
+  constexpr int64_t stretch = 64;
+  int64_t found = 0;
+  const auto insert = [&](int64_t i) {
+    if (found == k && !(x[i] > values[k - 1])) return;
+    int64_t at = found < k ? found++ : k - 1;
+    for (; at > 0 && x[i] > values[at - 1]; --at) ids[at] = ids[at - 1], values[at] = values[at - 1];
+    ids[at] = i, values[at] = x[i];
+  };
+  for (int64_t first = 0; first < count; first += stretch) {
+    const int64_t end = first + stretch < count ? first + stretch : count;
+    if (found == k && end == first + stretch) {
+      v16 top = load(x + first);
+      for (int64_t i = 16; i < stretch; i += 16) top = vmax(top, load(x + first + i));
+      if (!(largest(top) > values[k - 1])) continue;
+    }
+    for (int64_t i = first; i < end; ++i) insert(i);
+  }
+}
+
+// Sums run over stretches in float32 and over those in float64, always cut at the same places.
+void softmax_sums(const float* x, int64_t count, float most, double* total, double* weighted) {
+  constexpr int64_t stretch = 1024;
+  *total = *weighted = 0.0;
+  for (int64_t first = 0; first < count; first += stretch) {
+    const int64_t end = first + stretch < count ? first + stretch : count;
+    v16 sums = {}, products = {};
+    for (int64_t i = first; i < end; i += 16) {
+      v16 below = splat(-3.0e38f);
+      if (i + 16 <= end) below = load(x + i);
+      else std::memcpy(&below, x + i, (end - i) * sizeof(float));
+      below = vmax(below - most, splat(-1.0e4f));  // a masked token's -inf times e^-inf would be no number
+      v16 e = exponential(below);
+      if (i + 16 > end)
+        for (int64_t j = end - i; j < 16; ++j) e[j] = 0.f;
+      sums += e;
+      products = fma(e, below, products);
+    }
+    *total += sum(sums);
+    *weighted += sum(products);
+  }
+}
+
+void summarize(Worker me, const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t k, Summary first) {
+  each(me, rows, [&](int64_t row) {
+    const float* x = logits + row * stride;
+    float* top = first.logits + row * k;
+    find_top(x, vocab, k, first.ids + row * k, top);
+    double total, weighted;
+    softmax_sums(x, vocab, top[0], &total, &weighted);
+    const double log_total = __builtin_log(total);
+    first.norm[row] = static_cast<float>(top[0] + log_total);
+    first.entropy[row] = static_cast<float>(log_total - weighted / total);
+  });
+}
+
 void linear(Worker me, const Linear& w, const float* x, Activations a, float* y, bool amx) {
   each(me, a.rows, [&](int64_t t) {
     quantize_groups(a, t, w.k, 0, w.groups, [&](int64_t i) { return load(x + t * w.k + i); });
@@ -313,6 +371,6 @@ double peak(bool amx, int64_t repeats) {
 
 }  // namespace
 
-const Kernels kernels = {enter, leave, pack, linear, attention, forward, read, peak};
+const Kernels kernels = {enter, leave, pack, linear, attention, forward, summarize, read, peak};
 
 }  // namespace tokentape::ISA
