@@ -52,8 +52,9 @@ class Chances:
         if 0 < top_k < len(tokens):
             stays = z >= torch.topk(z, top_k).values[-1]
         if sampling.top_p < 1.0:
-            rest = z[stays] if top_k else logits.double() / sampling.temperature
-            stays[stays.clone()] = _nucleus(z[stays], torch.logsumexp(rest, 0), sampling.top_p)
+            # float32 over the whole vocabulary: seven digits of its mass are enough, and four times as fast.
+            rest = z[stays] if top_k else logits / sampling.temperature
+            stays[stays.clone()] = _nucleus(z[stays], torch.logsumexp(rest, 0).double(), sampling.top_p)
         if sampling.min_p > 0.0:
             stays &= z >= z.max() + math.log(sampling.min_p)
         return cls(tokens[stays], z[stays], cut=not bool(stays.all()))
