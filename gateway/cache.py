@@ -29,14 +29,28 @@ class CacheShape:
 
 
 class KVCache:
-    """One model's keys and values; `keys[layer]` is [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """One model's keys and values; `keys[layer]` is [num_blocks, num_kv_heads, block_size, head_dim].
 
-    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+    num_spare: blocks behind those, for padding. With padding, what is masked is read too, and a masked NaN
+    would still spoil a sum: so such a cache starts out as zeros, where others leave memory untouched.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_spare: int = 0,
+    ) -> None:
         self.shape = shape
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        dims = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-        self.keys = [torch.empty(dims, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
-        self.values = [torch.empty(dims, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        dims = (num_blocks + num_spare, shape.num_kv_heads, block_size, shape.head_dim)
+        make = torch.zeros if num_spare else torch.empty
+        self.keys = [make(dims, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        self.values = [make(dims, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [tokens, num_kv_heads, head_dim] at (block, offset) of each token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from gateway import kernels
 from gateway.cache import CacheShape, KVCache
-from gateway.layout import Forward, Layout
-from gateway.torch_decoder import Layer, head_dim, take_layer
+from gateway.layout import Feed, Forward, Layout
+from gateway.torch_decoder import Layer, embed_scale, head_dim, norm_weight, take_layer
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary variants whose angles depend on the position alone, so that one table serves every length."""
@@ -26,6 +27,8 @@ class Int8Decoder:
     into passes. Raises ValueError for models the kernels cannot run, RuntimeError where they are not built.
     """
 
+    num_spare_blocks = 0
+
     def __init__(self, hf: Any) -> None:
         config = hf.config
         if not kernels.available():
@@ -38,6 +41,8 @@ class Int8Decoder:
             head_dim=head_dim(config),
             norm_eps=config.rms_norm_eps,
             attention_scale=head_dim(config) ** -0.5,
+            activation="silu" if config.hidden_act == "silu" else "gelu_tanh",
+            embed_scale=embed_scale(hf),
         )
         rotary = hf.model.rotary_emb
         if rotary.rope_type not in STATIC_ROPE:
@@ -49,6 +54,7 @@ class Int8Decoder:
         head = kernels.quantize_weight(hf.lm_head.weight)
         self.device = torch.device("cpu")
         self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = positions
         self.cache_shape = CacheShape(
             config.num_hidden_layers, config.num_key_value_heads, head_dim(config), torch.bfloat16
         )
@@ -57,13 +63,14 @@ class Int8Decoder:
             embed=embed,
             cos=cos[0, :, :half].float().contiguous(),
             sin=sin[0, :, :half].float().contiguous(),
-            final_norm=hf.model.norm.weight.detach().float(),
+            final_norm=norm_weight(hf.model.norm).float(),
             head=head,
             layers=[_quantize(take_layer(layer)) for layer in hf.model.layers],
         )
 
-    def __call__(self, layout: Layout, cache: KVCache) -> Forward:
-        """One pass over the flat tokens of `layout`."""
+    def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward:
+        """One pass over the flat tokens of all feeds."""
+        layout = Layout(feeds, cache.block_size, self.device)
         logits, attn_entropy = self._decoder.forward(
             layout.tokens,
             layout.positions,

@@ -22,10 +22,10 @@ class Feed:
 
 class Forward(NamedTuple):
     """What a pass gives at the wanted positions: logits float32 [wanted, vocab]; attn_entropy float32
-    [wanted], nats: entropy of the last layer's attention, mean over heads."""
+    [wanted], nats: entropy of the last layer's attention, mean over heads; None where it is not measured."""
 
     logits: Tensor
-    attn_entropy: Tensor
+    attn_entropy: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,11 +12,14 @@ import structlog
 import torch
 
 from gateway import kernels, presets
+from gateway.ahead import Ahead
 from gateway.cache import BlockPool, num_blocks_for
 from gateway.config import Config, ConfigError
 from gateway.core import Tier
 from gateway.costs import SIZES, costs_of
 from gateway.engine import Engine
+from gateway.family import reason_for_fallback
+from gateway.int8_decoder import Int8Decoder
 from gateway.load import CostTable, Load
 from gateway.local import local_tiers
 from gateway.lookup import AnswerStore
@@ -24,8 +27,11 @@ from gateway.models import CausalLM, Quantize
 from gateway.prefix import PrefixCache
 from gateway.request import Served
 from gateway.scheduler import Scheduler
+from gateway.servable import read_config
+from gateway.static_decoder import StaticDecoder
 from gateway.store import cache_dir, model_hash
 from gateway.text import Tokenizer
+from gateway.tier import Scorer
 from gateway.worker import Observer, Worker
 
 log = structlog.get_logger("gateway")
@@ -46,13 +52,20 @@ class Loaded:
     served: Served
     costs: dict[Tier, CostTable] | None
 
+    def tiers(self) -> dict[Tier, Scorer]:
+        """Both models as tiers; a small one on a GPU drafts ahead."""
+        tiers: dict[Tier, Scorer] = {**local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large})}
+        if isinstance(self.small.decoder, StaticDecoder):
+            tiers[Tier.SMALL] = Ahead(self.small, tiers[Tier.SMALL].vocab_size)
+        return tiers
+
     def engine(
         self, scheduler: Scheduler, max_rows: int, max_model_len: int, **options: Unpack[EngineOptions]
     ) -> Engine:
         """An engine over this pair; options as for Engine."""
         pool = BlockPool(self.num_blocks, self.block_size)
         return Engine(
-            local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large}),
+            self.tiers(),
             self.tokenizer,
             pool,
             scheduler,
@@ -94,46 +107,82 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
 
 def load_pair(config: Config, *, timed: bool) -> Loaded:
     """Load both models, make their caches, time passes if `timed`; raises ConfigError naming the key."""
-    device = config.models.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("models.device: there is no CUDA device")
+    check_device(config)
     pair = presets.resolve(config.models)
     dtype = config.models.dtype or ("float32" if pair.name == "tiny" else "bfloat16")
-    quantize = _quantization(config, dtype)
-    small, large = (
-        CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize[tier])
-        for tier, folder in ((Tier.SMALL, pair.small), (Tier.LARGE, pair.large))
-    )
-    engine = config.engine
-    paged = device == "cuda" or set(quantize.values()) == {"int8"}
-    block_size = min(PAGE, engine.max_model_len) if paged else engine.max_model_len
-    try:
-        num_blocks = num_blocks_for(
-            int(engine.kv_memory_gib * 2**30),
-            block_size,
-            [small.cache_shape, large.cache_shape],
-            most=engine.max_rows * -(-engine.max_model_len // block_size),
-        )
-    except MemoryError as error:
-        raise ConfigError(str(error)) from None
-    for model in (small, large):
-        model.allocate(num_blocks, block_size)
+    folders = {Tier.SMALL: pair.small, Tier.LARGE: pair.large}
+    lean = {tier: reason_for_fallback(read_config(folder)) is None for tier, folder in folders.items()}
+    quantize = quantization(config, dtype, lean)
+    models = {tier: _load(config, tier, folders[tier], dtype, quantize[tier]) for tier in folders}
     served = Served(
         small_model=_name(config, pair.small),
         large_model=_name(config, pair.large),
         small_hash=model_hash(pair.small),
         large_hash=model_hash(pair.large),
-        numerics=f"{device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}",
+        numerics=numerics(config, dtype, quantize),
         version=version("tokentape"),
         router_hash=_router_hash(config),
     )
+    return hold(config, models, Tokenizer.load(pair.large), served, timed=timed)
+
+
+def _load(config: Config, tier: Tier, folder: Path, dtype: str, quantize: Quantize) -> CausalLM:
+    device = config.models.device
+    try:
+        return CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize)
+    except ValueError as error:
+        raise ConfigError(f"models.{tier}: {folder} cannot be served: {error}") from error
+
+
+def check_device(config: Config) -> None:
+    """Raise ConfigError where the device is not there."""
+    if config.models.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("models.device: there is no CUDA device")
+
+
+def numerics(config: Config, dtype: str, quantize: Mapping[Tier, Quantize]) -> str:
+    """The name of the arithmetic, for the tape."""
+    return f"{config.models.device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}"
+
+
+def hold(
+    config: Config,
+    models: Mapping[Tier, CausalLM],
+    tokenizer: Tokenizer,
+    served: Served,
+    *,
+    timed: bool,
+) -> Loaded:
+    """Models with their caches made; their passes timed if `timed`. Raises ConfigError naming the key."""
+    engine = config.engine
+    for tier, model in models.items():
+        most = model.decoder.max_positions
+        if most is not None and engine.max_model_len > most:
+            raise ConfigError(
+                f"engine.max_model_len: {engine.max_model_len} is beyond models.{tier}'s {most} positions"
+            )
+    int8 = all(isinstance(model.decoder, Int8Decoder) for model in models.values())
+    paged = int8 or config.models.device == "cuda"
+    block_size = min(PAGE, engine.max_model_len) if paged else engine.max_model_len
+    try:
+        num_blocks = num_blocks_for(
+            int(engine.kv_memory_gib * 2**30),
+            block_size,
+            [model.cache_shape for model in models.values()],
+            most=engine.max_rows * -(-engine.max_model_len // block_size),
+        )
+    except MemoryError as error:
+        raise ConfigError(str(error)) from None
+    for model in models.values():
+        model.allocate(num_blocks, block_size)
     costs = None
     if timed:
         identity = f"{served.small_hash} {served.large_hash} {served.numerics}"
-        most = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
-        blocks = tuple(range(-(-most // block_size)))
-        costs = costs_of({Tier.SMALL: small, Tier.LARGE: large}, blocks, most, identity, cache_dir())
-    return Loaded(small, large, Tokenizer.load(pair.large), num_blocks, block_size, served, costs)
+        longest = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
+        blocks = tuple(range(-(-longest // block_size)))
+        costs = costs_of(models, blocks, longest, identity, cache_dir())
+    small, large = models[Tier.SMALL], models[Tier.LARGE]
+    return Loaded(small, large, tokenizer, num_blocks, block_size, served, costs)
 
 
 def check_calibrated(config: Config, served: Served) -> None:
@@ -171,16 +220,20 @@ def _adapts(config: Config) -> bool:
     return not _is_tiny(config) if adapt is None else adapt
 
 
-def _quantization(config: Config, dtype: str) -> dict[Tier, Quantize]:
-    """int8 where it was asked for, or by default on a CPU that can run it; raises ConfigError."""
+def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
+    """int8 where it was asked for, or by default on a CPU that can run it; raises ConfigError.
+
+    lean: whether our own forward runs the tier's model.
+    """
     models = config.models
     by_default = models.device == "cpu" and dtype == "bfloat16" and not _is_tiny(config)
     chosen: dict[Tier, Quantize] = {}
     for tier, asked in ((Tier.SMALL, models.small_quantize), (Tier.LARGE, models.large_quantize)):
         wanted = by_default if asked is None else asked == "int8"
-        able = wanted and models.device == "cpu" and kernels.available()
+        able = wanted and lean[tier] and models.device == "cpu" and kernels.available()
         if asked == "int8" and not able:
-            raise ConfigError(f"models.{tier}_quantize: int8 needs a CPU and a C++ compiler at first start")
+            needs = "a CPU and a C++ compiler at first start" if lean[tier] else "a family our forward knows"
+            raise ConfigError(f"models.{tier}_quantize: int8 needs {needs}")
         chosen[tier] = "int8" if able else "none"
     log.info("quantization", small=chosen[Tier.SMALL], large=chosen[Tier.LARGE])
     return chosen

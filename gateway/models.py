@@ -1,8 +1,9 @@
 """One causal LM as the engine runs it: ragged rows of new tokens in, logits at the asked positions out.
 
 The weights are those of a Hugging Face checkpoint; the forward is ours, over the slot cache. Tokens of all
-rows lie flat in one [tokens, hidden] matrix, so nothing is padded. Two decoders do the arithmetic: torch
-(torch_decoder.py; any device, the reference) and the int8 CPU kernels (int8_decoder.py).
+rows lie flat in one [tokens, hidden] matrix, so nothing is padded. Four decoders do the arithmetic: torch
+(torch_decoder.py; any device, the reference), the int8 CPU kernels (int8_decoder.py), padded buckets as CUDA
+graphs (static_decoder.py), and Hugging Face's own forward for other families (hf_decoder.py).
 """
 
 from __future__ import annotations
@@ -11,30 +12,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
 from gateway.cache import CacheShape, KVCache
+from gateway.family import reason_for_fallback
+from gateway.hf_decoder import HFDecoder
 from gateway.int8_decoder import Int8Decoder
-from gateway.layout import Feed, Forward, Layout
+from gateway.layout import Feed, Forward
+from gateway.static_decoder import Drafts, StaticDecoder
 from gateway.summary import Summarize, by_kernels, by_torch
 from gateway.torch_decoder import TorchDecoder
+
+log = structlog.get_logger("gateway")
 
 Quantize = Literal["none", "int8"]
 
 
 class Decoder(Protocol):
-    """The arithmetic of one model."""
+    """The arithmetic of one model.
+
+    max_positions: longest text it can read, None where nothing bounds it. num_spare_blocks: KV blocks it
+    wants for itself behind those of the rows.
+    """
 
     device: torch.device
     vocab_size: int
+    max_positions: int | None
+    num_spare_blocks: int
     cache_shape: CacheShape
 
-    def __call__(self, layout: Layout, cache: KVCache) -> Forward: ...
+    def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward: ...
 
 
 class CausalLM:
-    """A decoder of the Llama, Qwen2, Qwen3 or Mistral family with its KV cache.
+    """A causal decoder with its KV cache.
 
     summarize: how its logits are best read.
     """
@@ -53,11 +66,23 @@ class CausalLM:
         dtype: torch.dtype = torch.float32,
         quantize: Quantize = "none",
     ) -> CausalLM:
-        """The model in a Hugging Face folder, on `device`, in `dtype` or as int8 (CPU only)."""
+        """The model in a Hugging Face folder, on `device`, in `dtype` or as int8 (lean families on a CPU).
+
+        Raises ValueError, naming the reason, for one whose drafted tokens could not be dropped.
+        """
         hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        reason = reason_for_fallback(hf.config.to_dict())
+        if reason is None:
+            return cls.of(hf.to(device), quantize)
+        log.warning("hugging_face_forward", folder=str(folder), reason=reason)
+        return cls(HFDecoder(hf.to(device).eval()))
+
+    @classmethod
+    def of(cls, hf: Any, quantize: Quantize) -> CausalLM:
+        """A Hugging Face model of a lean family, where it lies; its weights are taken, not copied."""
         if quantize == "int8":
             return cls(Int8Decoder(hf.eval()), by_kernels)
-        return cls(TorchDecoder(hf.to(device).eval()))
+        return cls(StaticDecoder(hf.eval()) if hf.device.type == "cuda" else TorchDecoder(hf.eval()))
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +96,10 @@ class CausalLM:
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Make the KV cache; call once before `forward`."""
-        self.cache = KVCache(self.cache_shape, num_blocks, block_size, self.decoder.device)
+        decoder = self.decoder
+        self.cache = KVCache(
+            self.cache_shape, num_blocks, block_size, decoder.device, num_spare=decoder.num_spare_blocks
+        )
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
         """Copy keys and values of the first `length` positions from one row's blocks to another's."""
@@ -81,6 +109,25 @@ class CausalLM:
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed]) -> Forward:
         """Run one pass; logits come in the order of feeds and positions."""
+        out = self.decoder(feeds, self._made())
+        self._wait()
+        return out
+
+    @torch.inference_mode()
+    def draft(self, feeds: Sequence[Feed], steps: int, vocab_size: int) -> Drafts | None:
+        """A pass and `steps` greedy tokens behind it; None where the decoder cannot, or not so many."""
+        if not isinstance(self.decoder, StaticDecoder):
+            return None
+        out = self.decoder.draft(feeds, steps, vocab_size, self._made())
+        self._wait()
+        return out
+
+    def _made(self) -> KVCache:
         if self.cache is None:
             raise RuntimeError("allocate() the KV cache before forward()")
-        return self.decoder(Layout(feeds, self.cache.block_size, self.decoder.device), self.cache)
+        return self.cache
+
+    def _wait(self) -> None:
+        """A pass has ended when it returns, so that its time is its own; what is read of it waits anyway."""
+        if self.decoder.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()

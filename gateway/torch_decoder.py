@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from gateway.cache import CacheShape, KVCache
-from gateway.layout import Forward, Layout, Span
+from gateway.layout import Feed, Forward, Layout, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,45 +31,74 @@ class Layer:
 
 
 class TorchDecoder:
-    """Weights taken from a Hugging Face model of the Llama, Qwen2, Qwen3 or Mistral family."""
+    """Weights taken from a Hugging Face model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family."""
+
+    num_spare_blocks = 0
 
     def __init__(self, hf: Any) -> None:
         config = hf.config
         self.vocab_size: int = config.vocab_size
+        self.max_positions: int | None = config.max_position_embeddings
         self.eps: float = config.rms_norm_eps
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = head_dim(config)
         self.rotary = hf.model.rotary_emb
         self.embed: Tensor = hf.model.embed_tokens.weight.detach()
-        self.norm: Tensor = hf.model.norm.weight.detach()
+        self.norm: Tensor = norm_weight(hf.model.norm)
         self.head: Tensor = hf.lm_head.weight.detach()
         self.layers = [take_layer(layer) for layer in hf.model.layers]
+        self.gelu = config.hidden_act != "silu"
         self.dtype = self.embed.dtype
+        # Hugging Face rounds the scale to the weights' format before it multiplies.
+        self.embed_scale = torch.tensor(embed_scale(hf), dtype=self.dtype).item()
         self.device = self.embed.device
         self.cache_shape = CacheShape(len(self.layers), self.num_kv_heads, self.head_dim, self.dtype)
 
-    def __call__(self, layout: Layout, cache: KVCache) -> Forward:
-        """One pass over the flat tokens of `layout`."""
-        h = F.embedding(layout.tokens, self.embed)
-        cos, sin = self.rotary(h[None], layout.positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
+    def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward:
+        """One pass over the flat tokens of all feeds."""
+        layout = Layout(feeds, cache.block_size, self.device)
+        h = self._embed(layout.tokens)
+        cos, sin = self._rotation(h, layout.positions)
         masks = [self._mask(span) for span in layout.spans]
         q = h
         for i, layer in enumerate(self.layers):
-            q = self._project(i, layer, self._rms_norm(h, layer.input_norm), cos, sin, layout, cache)
+            x = self._rms_norm(h, layer.input_norm)
+            q = self._project(i, layer, x, cos, sin, layout.blocks, layout.offsets, cache)
             attended = self._attend(i, q, layout, masks, cache)
-            h = h + F.linear(attended, layer.out)
-            gate, up = F.linear(self._rms_norm(h, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            h = h + F.linear(F.silu(gate) * up, layer.down)
-        logits = F.linear(self._rms_norm(h[layout.wanted], self.norm), self.head).float()
-        return Forward(logits, self._attention_entropy(q, layout, masks, cache))
+            h = self._feed_forward(layer, h + F.linear(attended, layer.out))
+        return Forward(self._logits(h[layout.wanted]), self._attention_entropy(q, layout, masks, cache))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        h = F.embedding(tokens, self.embed)
+        return h if self.embed_scale == 1.0 else h * self.embed_scale
+
+    def _rotation(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [tokens, 1, head_dim] of flat positions."""
+        cos, sin = self.rotary(h[None], positions[None])
+        return cos[0, :, None], sin[0, :, None]
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, self.eps).to(x.dtype)
+
+    def _feed_forward(self, layer: Layer, h: Tensor) -> Tensor:
+        gate, up = F.linear(self._rms_norm(h, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+        gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
+        return h + F.linear(gate * up, layer.down)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return F.linear(self._rms_norm(h, self.norm), self.head).float()
 
     def _project(
-        self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, cache: KVCache
+        self,
+        i: int,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        blocks: Tensor,
+        offsets: Tensor,
+        cache: KVCache,
     ) -> Tensor:
         """Queries [tokens, heads, head_dim]; keys and values go into the cache."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -76,7 +107,7 @@ class TorchDecoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         k = k * cos + _rotate_half(k) * sin
-        cache.write(i, layout.blocks, layout.offsets, k, v)
+        cache.write(i, blocks, offsets, k, v)
         return q * cos + _rotate_half(q) * sin
 
     def _attend(
@@ -132,6 +163,17 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def embed_scale(hf: Any) -> float:
+    """What a Hugging Face model multiplies its embeddings by: Gemma's root of the hidden size, else 1."""
+    return float(getattr(hf.model.embed_tokens, "scalar_embed_scale", 1.0))
+
+
+def norm_weight(norm: Any) -> Tensor:
+    """The factor of an RMS norm: Gemma keeps w and means 1 + w, in float32 whatever its format."""
+    weight: Tensor = norm.weight.detach()
+    return 1.0 + weight.float() if isinstance(norm, GemmaRMSNorm) else weight
+
+
 def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
@@ -146,13 +188,13 @@ def take_layer(hf_layer: Any) -> Layer:
             raise ValueError("models with a bias on the attention output or the MLP are not supported")
     biases = [p.bias for p in projections if p.bias is not None]
     layer = Layer(
-        input_norm=hf_layer.input_layernorm.weight.detach(),
+        input_norm=norm_weight(hf_layer.input_layernorm),
         qkv=torch.cat([p.weight.detach() for p in projections]),
         qkv_bias=torch.cat([b.detach() for b in biases]) if biases else None,
         q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
         k_norm=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
         out=attn.o_proj.weight.detach(),
-        post_norm=hf_layer.post_attention_layernorm.weight.detach(),
+        post_norm=norm_weight(hf_layer.post_attention_layernorm),
         gate_up=torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
         down=mlp.down_proj.weight.detach(),
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -16,8 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from gateway import kernels
+from gateway.hf_decoder import HFDecoder
+from gateway.int8_decoder import Int8Decoder
 from gateway.layout import Feed
-from gateway.models import CausalLM
+from gateway.models import CausalLM, Decoder
+from gateway.static_decoder import StaticDecoder
 from gateway.torch_decoder import TorchDecoder
 
 VOCAB = 97
@@ -48,13 +54,41 @@ CONFIGS = {
     "qwen3": Qwen3Config(**DIMS, head_dim=16),
     "qwen2 tied": Qwen2Config(**DIMS, tie_word_embeddings=True),
     "mistral": MistralConfig(**DIMS, head_dim=8, sliding_window=None),
+    "gemma": GemmaConfig(**DIMS, head_dim=16),
+}
+
+
+def _other(family: str, **changes: Any) -> PreTrainedConfig:
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return AutoConfig.for_model(family, **(DIMS | ends | changes))
+
+
+OTHERS = {
+    "gpt2, learned positions": _other("gpt2", n_inner=48),
+    "opt, positions from the mask": _other("opt", ffn_dim=48, word_embed_proj_dim=32),
+    "gpt_neox, partial rotary": _other("gpt_neox"),
+    "gpt_neo, local attention": _other("gpt_neo", attention_types=[[["global", "local"], 1]], window_size=4),
+    "gptj, interleaved rotary": _other("gptj", rotary_dim=4),
+    "falcon, one KV head": _other("falcon"),
+    "falcon, alibi": _other("falcon", alibi=True),
+    "bloom, alibi": _other("bloom"),
+    "phi": _other("phi", num_key_value_heads=4),
+    "olmo2": _other("olmo2"),
+    "gemma2, no sliding": _other("gemma2", head_dim=8, layer_types=["full_attention"] * 2),
+    "mixtral": _other("mixtral", num_local_experts=4, sliding_window=None),
+    "llama, every bias": LlamaConfig(**DIMS, attention_bias=True, mlp_bias=True),
 }
 
 
 class Pair:
     """One set of random weights in transformers' model and in ours; oracle answers from the former."""
 
-    def __init__(self, config: PreTrainedConfig, block_size: int = 128) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        block_size: int = 128,
+        decoder: Callable[[Any], Decoder] = TorchDecoder,
+    ) -> None:
         torch.manual_seed(0)
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
@@ -63,7 +97,15 @@ class Pair:
         self.texts = torch.randint(0, VOCAB, (4, 100)).tolist()
         with torch.no_grad():
             self.expected = hf(torch.tensor(self.texts)).logits
-        self.ours = CausalLM(TorchDecoder(hf))
+        prompt = torch.tensor([self.texts[0][:9]])
+        self.written = hf.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+        )[0].tolist()
+        self.ours = CausalLM(decoder(hf))
         self.ours.allocate(-(-128 // block_size) * 4, block_size)
         per_row = -(-128 // block_size)
         self.blocks = [tuple(range(i * per_row, (i + 1) * per_row)) for i in range(4)]
@@ -78,9 +120,14 @@ class Pair:
         torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[*CONFIGS, *OTHERS, *(f"{name}, padded" for name in CONFIGS)])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(CONFIGS[request.param])
+    name = request.param
+    if name in OTHERS:
+        return Pair(OTHERS[name], decoder=HFDecoder)
+    if name.endswith(", padded"):
+        return Pair(CONFIGS[name.removesuffix(", padded")], block_size=32, decoder=StaticDecoder)
+    return Pair(CONFIGS[name])
 
 
 def test_whole_prompts_of_different_lengths(pair: Pair) -> None:
@@ -106,11 +153,35 @@ def test_rolling_back_and_decoding_on_is_a_fresh_prefill(pair: Pair) -> None:
     pair.check([(0, 33, 34, 1)])
 
 
+def test_greedy_tokens_are_those_of_generate(pair: Pair) -> None:
+    text = pair.texts[0][:9]
+    start = 0
+    while len(text) < 29:
+        feed = Feed(pair.blocks[0], start, text[start:], 1)
+        # A neighbour, so that the row does not run alone.
+        logits = pair.ours.forward([feed, pair.feed(1, 0, 40, 0)]).logits
+        start = len(text)
+        text.append(int(logits[0].argmax()))
+    assert text == pair.written
+
+
+@pytest.mark.parametrize("decoder", [TorchDecoder, HFDecoder, StaticDecoder])
 @pytest.mark.parametrize("block_size", [1, 8, 17])
-def test_rows_over_several_blocks(block_size: int) -> None:
-    pair = Pair(CONFIGS["qwen2"], block_size)
+def test_rows_over_several_blocks(block_size: int, decoder: Callable[[Any], Decoder]) -> None:
+    pair = Pair(CONFIGS["qwen2"], block_size, decoder)
     pair.check([(0, 0, 30, 5), (1, 0, 3, 3), (2, 0, 60, 1)])
     pair.check([(0, 30, 38, 8), (1, 3, 4, 1), (2, 55, 61, 6)])
+
+
+@pytest.mark.skipif(not kernels.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_the_int8_decoder_is_near_the_family_it_was_taken_from(family: str) -> None:
+    """Gemma's scaled embeddings, 1 + w norms and GeGLU, left out, would each be off by far more."""
+    config = type(CONFIGS[family])(**(CONFIGS[family].to_dict() | {"hidden_size": 128, "head_dim": 32}))
+    pair = Pair(config, decoder=Int8Decoder)
+    got = pair.ours.forward([pair.feed(0, 0, 40, 40), pair.feed(1, 0, 9, 9)]).logits
+    want = torch.cat([pair.expected[0, :40], pair.expected[1, :9]])
+    assert (got - want).norm() < 0.03 * want.norm()
 
 
 def test_nothing_wanted_gives_no_logits(pair: Pair) -> None:
@@ -131,6 +202,24 @@ def test_forward_needs_a_cache() -> None:
 def test_weights_that_the_forward_would_leave_out_are_refused(config: PreTrainedConfig) -> None:
     with pytest.raises(ValueError, match="bias"):
         TorchDecoder(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (_other("gemma2", head_dim=8), "layer 0 keeps a DynamicSlidingWindowLayer: sliding-window"),
+        (_other("mamba"), "layer 0 keeps a LinearAttentionLayer.*recurrent"),
+        (_other("rwkv"), "takes no cache"),
+        (_other("deepseek_v3", num_key_value_heads=4), "keys and values differ in shape"),
+        (_other("bert", is_decoder=False), "off by .* not causal"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_models_whose_drafts_cannot_be_dropped_are_refused(config: PreTrainedConfig, reason: str) -> None:
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with pytest.raises(ValueError, match=reason):
+        HFDecoder(hf)
 
 
 def test_a_folder_loads_in_the_asked_dtype(tmp_path, tiny_pair) -> None:

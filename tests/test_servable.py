@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.servable import HashMismatchError, ModelsError, check_servable, reason_against
+from gateway.family import reason_for_fallback
+from gateway.servable import (
+    HashMismatchError,
+    ModelsError,
+    check_servable,
+    reason_against,
+)
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -30,9 +36,31 @@ QWEN_3 = {"model_type": "qwen3", "num_hidden_layers": 28, "attention_bias": Fals
 MISTRAL_03 = {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 32}
 
 
-@pytest.mark.parametrize("config", [LLAMA_3, QWEN_2, QWEN_3, MISTRAL_03], ids=lambda c: c["model_type"])
+GEMMA = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA_3, QWEN_2, QWEN_3, MISTRAL_03, GEMMA], ids=lambda c: c["model_type"]
+)
 def test_supported_families_pass(config: dict) -> None:
     assert reason_against(config) is None
+    assert reason_for_fallback(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type gpt2"),
+        ({"model_type": "olmo2", "layer_types": ["full_attention"]}, "model_type olmo2"),
+        (LLAMA_3 | {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA_3 | {"attention_bias": True}, "attention_bias"),
+        (LLAMA_3 | {"hidden_act": "gelu"}, "hidden_act gelu"),
+        (GEMMA | {"hidden_act": "silu"}, "hidden_act silu"),
+    ],
+)
+def test_other_causal_decoders_fall_back_to_hugging_faces_forward(config: dict, reason: str) -> None:
+    assert reason_against(config) is None
+    assert reason_for_fallback(config) == reason
 
 
 @pytest.mark.parametrize(
@@ -50,12 +78,10 @@ def test_supported_families_pass(config: dict) -> None:
             "linear_attention",
         ),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "recurrent or hybrid.*conv"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2'.*llama, mistral, qwen2, qwen3"),
-        ({}, "model_type None"),
+        ({"model_type": "gemma2", "sliding_window": 4096}, "sliding-window"),
+        ({"model_type": "t5"}, "no causal decoder of model_type 't5'"),
+        ({}, "no causal decoder of model_type None"),
         (LLAMA_3 | {"quantization_config": {"quant_method": "awq"}}, "quantized.*awq"),
-        (LLAMA_3 | {"mlp_bias": True}, "mlp_bias"),
-        (LLAMA_3 | {"attention_bias": True}, "attention_bias"),
-        (LLAMA_3 | {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (LLAMA_3 | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rotary embedding 'dynamic'"),
         (LLAMA_3 | {"rope_parameters": {"rope_type": "longrope"}}, "rotary embedding 'longrope'"),
     ],
