@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gateway.cli_serve import QUIET_OPENMP, Commands
-from gateway.config import ConfigError, load_config
+from gateway.config import Config, ConfigError, load_config
+
+if TYPE_CHECKING:
+    from gateway.bench.runs import Bench, Setting
+    from gateway.bench.workloads import Workload
+    from gateway.loading import Loaded
+
+L = TypeVar("L")
 
 WORKLOADS = ("chat", "code", "copy", "long")
 MAX_MODEL_LEN = 2048
+SYNTHETIC_TOKENS = 128
 
 
 def add_to(commands: Commands) -> None:
@@ -28,7 +37,24 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="paired rounds (default 3)")
     parser.add_argument("--settings", metavar="S,...", help="only settings whose names contain one of these")
     parser.add_argument("--seed-table", action="store_true", help="the seed method's settings instead")
-    parser.add_argument("--peers", action="store_true", help="also measure what one would use instead")
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="",
+        metavar="P,...",
+        help="also hold settings against what one would use instead: all peers, or those so named",
+    )
+    parser.add_argument(
+        "--gguf", type=Path, metavar="F", help="the large model for llama.cpp, if not the preset's own file"
+    )
+    parser.add_argument(
+        "--synthetic",
+        metavar="S:L",
+        help="random weights of these sizes instead, as 0.5B:7B; acceptance is scripted",
+    )
+    parser.add_argument(
+        "--agreement", type=float, default=0.85, metavar="X", help="of --synthetic models (default 0.85)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -36,18 +62,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns 0."""
     for name, value in QUIET_OPENMP.items():
         os.environ.setdefault(name, value)
-    workloads = _named(arguments.workloads, "--workloads", WORKLOADS)
     rows = _numbers(arguments.rows)
+    names = _named(arguments.workloads, "--workloads", WORKLOADS)
     overrides: dict[str, Any] = {"engine.max_rows": max(rows), "engine.max_model_len": MAX_MODEL_LEN}
     if arguments.preset is not None:
         overrides["models.preset"] = arguments.preset
     config = load_config(arguments.config, os.environ, overrides)
 
+    from gateway.bench.plot import plot
     from gateway.bench.runs import Bench
-    from gateway.bench.settings import seed_table, standard
     from gateway.bench.table import Line, compare, header, row
-    from gateway.bench.workloads import WORKLOADS as PROMPTS
-    from gateway.loading import load_pair
+
+    settings = _settings(arguments)
+    peers = _peers(arguments)
+    loaded, workloads = _load(arguments, config, names, max(rows))
+    bench = Bench(loaded, MAX_MODEL_LEN)
+    print(f"{loaded.served.small_model} + {loaded.served.large_model}, {loaded.served.numerics}")
+    print(header(), flush=True)
+    cells = [(w, num, arguments.tokens or w.max_tokens) for w in workloads for num in rows]
+    lines: list[Line] = []
+    for workload, num, tokens in cells:
+        lines += compare(bench, workload, num, settings, arguments.repeats, tokens, _told(row))
+    held = _hold_against(arguments, config, bench, peers, cells) if peers else []
+    if arguments.json is not None:
+        found = {"served": str(loaded.served), "lines": [line.as_dict() for line in lines], "peers": held}
+        arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if arguments.plot is not None:
+        plot(lines, arguments.plot)
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> list[Setting]:
+    from gateway.bench.settings import seed_table, standard
 
     settings = seed_table() if arguments.seed_table else standard()
     if arguments.settings:
@@ -55,54 +101,64 @@ def run(arguments: argparse.Namespace) -> int:
         settings = [s for s in settings if any(word in s.name for word in words)]
         if not settings:
             raise ConfigError("--settings: no setting has such a name")
-    loaded = load_pair(config, timed=True)
-    bench = Bench(loaded, MAX_MODEL_LEN)
-    print(f"{loaded.served.small_model} + {loaded.served.large_model}, {loaded.served.numerics}")
-    print(header(), flush=True)
-    lines: list[Line] = []
-    for name in workloads:
-        workload = PROMPTS[name]
-        for num in rows:
-            tokens = arguments.tokens or workload.max_tokens
-            lines += compare(
-                bench,
-                workload,
-                num,
-                settings,
-                arguments.repeats,
-                tokens,
-                lambda line: print(row(line), flush=True),
-            )
-    peers = _peers(config, bench, lines) if arguments.peers else {}
-    if arguments.json is not None:
-        found = {"served": str(loaded.served), "lines": [line.as_dict() for line in lines], "peers": peers}
-        arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if arguments.plot is not None:
-        from gateway.bench.plot import plot
-
-        plot(lines, arguments.plot)
-    return 0
+    return settings
 
 
-def _peers(config: Any, bench: Any, lines: Any) -> dict[str, float]:
-    """tokens/s of each peer on two chat prompts, and how many times that our settings reach at each N."""
+def _peers(arguments: argparse.Namespace) -> list[str]:
+    from gateway.bench.beside import peers_named
+
+    if arguments.peers is None:
+        return []
+    if arguments.synthetic is not None:
+        raise ConfigError("--peers: no peer can load --synthetic models")
+    return peers_named(arguments.peers)
+
+
+def _load(
+    arguments: argparse.Namespace, config: Config, names: list[str], most_rows: int
+) -> tuple[Loaded, list[Workload]]:
+    """The pair to measure, and on what."""
+    from gateway.bench import synthetic
+    from gateway.bench.workloads import WORKLOADS as PROMPTS
+    from gateway.loading import load_pair
+
+    if arguments.synthetic is None:
+        return load_pair(config, timed=True), [PROMPTS[name] for name in names]
+    if not 0 <= arguments.agreement <= 1:
+        raise ConfigError(f"--agreement: {arguments.agreement} is not between 0 and 1")
+    shapes = synthetic.parse(arguments.synthetic)
+    print(f"SYNTHETIC: random weights; acceptance scripted at {arguments.agreement} by a seeded coin")
+    workload = synthetic.workload(most_rows, SYNTHETIC_TOKENS)
+    return synthetic.load(config, shapes, arguments.agreement, seed=0), [workload]
+
+
+def _hold_against(
+    arguments: argparse.Namespace,
+    config: Config,
+    bench: Bench,
+    names: list[str],
+    cells: list[tuple[Workload, int, int]],
+) -> list[dict[str, object]]:
     from gateway import presets
-    from gateway.bench.peers import Peers, tokens_per_s
-    from gateway.bench.settings import LARGE_ONLY
-    from gateway.bench.workloads import CHAT
+    from gateway.bench.beside import against, beside, build, peer_header, peer_row
+
+    def gguf() -> Path | None:
+        found: Path | None = arguments.gguf or presets.gguf_of_large(config.models)
+        return found
 
     pair = presets.resolve(config.models)
-    peers = Peers(pair.small, pair.large, min(bench.loaded.tokenizer.eos_ids))
-    prompts = [list(r.prompt_ids) for r in bench.requests(LARGE_ONLY, CHAT[:2], 1)]
-    speeds = {}
-    for name, generate in peers.all().items():
-        speeds[name] = tokens_per_s(generate, prompts, 48)
-        print(f"{name}: {speeds[name]:.2f} tokens/s, one prompt at a time", flush=True)
-        for line in (line for line in lines if line.workload == "chat"):
-            print(
-                f"    N={line.num_rows:<3} {line.setting:24} {line.last.tokens_per_s / speeds[name]:6.1f} x"
-            )
-    return speeds
+    peers = build(names, pair, min(bench.loaded.tokenizer.eos_ids), gguf)
+    settings = _settings(arguments) if arguments.settings else against()
+    print(peer_header(), flush=True)
+    return [
+        line.as_dict()
+        for workload, num, tokens in cells
+        for line in beside(bench, peers, workload, num, settings, arguments.repeats, tokens, _told(peer_row))
+    ]
+
+
+def _told(row: Callable[[L], str]) -> Callable[[L], None]:
+    return lambda line: print(row(line), flush=True)
 
 
 def _named(text: str, option: str, known: tuple[str, ...]) -> list[str]:

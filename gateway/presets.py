@@ -105,6 +105,16 @@ def pull(preset: str) -> Pair:
     return Pair(small, large, preset)
 
 
+def gguf_of_large(models: ModelsConfig) -> Path | None:
+    """The GGUF file the large model is converted from, fetched again where it is gone; None where there is
+    none. For comparisons with what runs such files itself."""
+    if models.large is not None:
+        path = Path(models.large).expanduser()
+        return path if path.suffix == ".gguf" else None
+    known = presets().get(models.preset or DEFAULT)
+    return None if known is None else fetch(known.large, cache_dir() / "gguf")
+
+
 def listing() -> str:
     """Every preset with source, licence, hashes, size and whether it is cached, for people."""
     cache = cache_dir()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from gateway.bench.peers import Peers, tokens_per_s
+from gateway.bench.beside import against, beside, build, peer_header, peer_row, peers_named
+from gateway.bench.peers import PeerLine, Peers, hold_against, in_batches, one_at_a_time
 from gateway.bench.plot import plot
 from gateway.bench.runs import Bench, Setting
 from gateway.bench.settings import LARGE_ONLY, seed_table, standard
 from gateway.bench.table import Line, compare, header, row
 from gateway.bench.workloads import WORKLOADS
+from gateway.config import ConfigError
 from gateway.core import Accept
 from gateway.loading import Loaded
 from gateway.policy import Policy
+from gateway.presets import Pair
 from gateway.request import Served
 
 if TYPE_CHECKING:
@@ -53,6 +57,46 @@ def test_ratios_are_against_large_only_beside_them(bench: Bench) -> None:
     assert len(row(lines[0]).split()) >= len(header().split()) - 1
 
 
+def test_a_setting_stands_between_two_runs_of_its_peer() -> None:
+    peer = iter([10.0, 30.0, 20.0, 40.0, 20.0])
+    ours = {"a": iter([40.0, 60.0]), "b": iter([50.0, 15.0])}
+    speed, ratios = hold_against(
+        lambda: next(peer), {name: lambda runs=runs: next(runs) for name, runs in ours.items()}, 2
+    )
+    assert speed == 20.0
+    assert ratios == {"a": [2.0, 2.0], "b": [2.0, 0.5]}
+
+
+def test_a_peer_that_takes_one_prompt_at_a_time_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("gateway.bench.peers.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    asked = []
+
+    def generate(ids: list[int], num: int) -> list[int]:
+        asked.append((tuple(ids), num))
+        now[0] += 4.0
+        return [0] * num
+
+    assert one_at_a_time(generate)([[1], [2], [3]], 100) == 48 / 4.0
+    assert asked == [((1,), 48), ((2,), 48)]
+    assert in_batches(lambda rows, num: [generate(ids, num) for ids in rows], 2)([[1], [2], [3]], 8) == 2.0
+
+
+def test_peers_are_held_against_what_the_gateway_chooses_between(bench: Bench, tiny_pair: TinyPair) -> None:
+    names = peers_named("HF prompt")
+    assert names == ["HF prompt lookup"]
+    pair = Pair(tiny_pair.folder / "small", tiny_pair.folder / "large", "tiny")
+    peers = build(names, pair, 0, lambda: None)
+    told: list[PeerLine] = []
+    lines = beside(bench, peers, WORKLOADS["chat"], 1, against(), 1, 8, told.append)
+    assert [line.setting for line in lines] == ["large-only", "all: exact + lookup"]
+    assert told == lines
+    assert all(line.ratio > 0 and line.peer_tokens_per_s > 0 for line in lines)
+    assert peer_row(lines[0]).split()[0] == peer_header().split()[0].replace("workload", "chat")
+    with pytest.raises(ConfigError, match="'vllm' is in no peer's name"):
+        peers_named("vllm")
+
+
 def test_the_plot_is_a_picture(bench: Bench, tmp_path: Path) -> None:
     lines = compare(bench, WORKLOADS["code"], 1, standard()[:2], 1, 12, lambda line: None)
     plot(lines, tmp_path / "ratios.png")
@@ -74,7 +118,6 @@ def test_the_seed_methods_minimal_implementation_is_trust_without_guards(
     while not engine.idle:
         ours += [step.token_id for delta in engine.tick().deltas for step in delta.steps]
     generate = peers.all()["seed method, minimal"]
-    assert tokens_per_s(generate, [list(request.prompt_ids)], 4) > 0
     theirs = generate(list(request.prompt_ids), 30)
     # bfloat16 weights made float again differ a little from the originals: texts agree up to a near tie.
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), 30)

@@ -1,11 +1,14 @@
 """What one would use instead, measured in the same run: Hugging Face generate, its assisted generation and
-prompt lookup, and the seed method's minimal implementation. One prompt at a time, bfloat16."""
+prompt lookup, and the seed method's minimal implementation, one prompt at a time in bfloat16; llama.cpp."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -14,8 +17,70 @@ from transformers import AutoModelForCausalLM
 Generate = Callable[[list[int], int], list[int]]
 """(prompt ids, max tokens) -> output ids."""
 
+Speed = Callable[[Sequence[list[int]], int], float]
+"""(prompts, max tokens) -> tokens/s over whole answers, prefill included."""
+
 PROTECT_FIRST = 10
 THRESHOLD = 0.5
+
+SAMPLE_PROMPTS, SAMPLE_TOKENS = 2, 48
+"""Of a peer that takes one prompt at a time, so much is measured: more of the same says nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLine:
+    """One of our settings held against a peer; ratio: median over rounds of tokens/s over the peer's, whole
+    answers, prefill included, each between two runs of the peer."""
+
+    workload: str
+    num_rows: int
+    peer: str
+    peer_tokens_per_s: float
+    setting: str
+    ratio: float
+    ratios: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def hold_against(
+    peer: Callable[[], float], ours: Mapping[str, Callable[[], float]], repeats: int
+) -> tuple[float, dict[str, list[float]]]:
+    """A B A B ...: the peer between all runs of ours. The peer's median tokens/s, and ratios by setting."""
+    ratios: dict[str, list[float]] = {name: [] for name in ours}
+    beside = [peer()]
+    for _ in range(repeats):
+        for name, run in ours.items():
+            speed = run()
+            beside.append(peer())
+            ratios[name].append(speed / fmean(beside[-2:]))
+    return median(beside), ratios
+
+
+def one_at_a_time(generate: Generate) -> Speed:
+    """The speed of what takes one prompt at a time, from a sample."""
+
+    def speed(prompts: Sequence[list[int]], max_tokens: int) -> float:
+        num = min(max_tokens, SAMPLE_TOKENS)
+        began = time.perf_counter()
+        written = sum(len(generate(list(ids), num)) for ids in islice(prompts, SAMPLE_PROMPTS))
+        return written / (time.perf_counter() - began)
+
+    return speed
+
+
+def in_batches(generate: Callable[[Sequence[list[int]], int], list[list[int]]], num_rows: int) -> Speed:
+    """The speed of what takes num_rows prompts at a time."""
+
+    def speed(prompts: Sequence[list[int]], max_tokens: int) -> float:
+        began = time.perf_counter()
+        starts = range(0, len(prompts), num_rows)
+        answers = [a for i in starts for a in generate(prompts[i : i + num_rows], max_tokens)]
+        return sum(map(len, answers)) / (time.perf_counter() - began)
+
+    return speed
 
 
 class Peers:
@@ -71,10 +136,3 @@ class Peers:
                 token = int(logits[0, -1].argmax())
             context.append(token)
         return context[len(ids) :]
-
-
-def tokens_per_s(generate: Generate, prompts: Sequence[list[int]], max_tokens: int) -> float:
-    """Throughput over whole answers, prefill included; one after the other."""
-    began = time.perf_counter()
-    num = sum(len(generate(list(ids), max_tokens)) for ids in prompts)
-    return num / (time.perf_counter() - began)

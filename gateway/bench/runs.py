@@ -33,9 +33,11 @@ class Measured:
     seconds: from the first row's first token to the end, so that prefill is apart. ttft_ms: median over rows.
     itl_p50_ms, itl_p99_ms: time between a row's releases divided by their tokens. agreement: share of tokens
     not written by the large model that are its own choice. host_share: time outside the model passes.
+    whole_tokens_per_s: over the whole run, prefill included: what peers are held against.
     """
 
     tokens_per_s: float
+    whole_tokens_per_s: float
     seconds: float
     tokens: int
     ttft_ms: float
@@ -144,6 +146,7 @@ class _Gathered:
         ttft = sorted((at - self.began) * 1e3 for at in self.first.values())
         return Measured(
             tokens_per_s=(tokens - self.early) / seconds,
+            whole_tokens_per_s=tokens / (self.ended - self.began),
             seconds=seconds,
             tokens=tokens,
             ttft_ms=ttft[len(ttft) // 2],
