@@ -6,7 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.core import Action, AuditStatus, Finished, FinishReason, Mode, Outcome, Reason, Step, Tier
+from gateway.core import (
+    UNWRITTEN,
+    Action,
+    AuditStatus,
+    Finished,
+    FinishReason,
+    Mode,
+    Outcome,
+    Reason,
+    Step,
+    Tier,
+)
 from gateway.policy import f32
 from gateway.request import Request, Trace
 
@@ -36,6 +47,30 @@ class Answer:
     worst: float
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the metrics read of a step. same: whether its token is the large model's own; None: not said."""
+
+    seq: int
+    tier: Tier
+    action: Action | None
+    reason: Reason | None
+    score: float | None
+    threshold: float | None
+    outcome: Outcome
+    p_large: float | None
+    same: bool | None
+
+    @classmethod
+    def of(cls, step: Step) -> Row:
+        """A step as the engine tells it."""
+        same = None if step.large_choice is None else step.token_id == step.large_choice
+        return cls(
+            step.seq, step.tier, step.action, step.reason, step.score, step.threshold, step.outcome,
+            step.p_large, same,
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class _Open:
     request: Request
@@ -58,16 +93,19 @@ class Answers:
 
     def step(self, step: Step) -> None:
         """A new or restated row; one of an unknown choice is ignored."""
-        choice = self._open.get((step.request_id, step.choice))
+        self.row(step.request_id, step.choice, Row.of(step))
+
+    def row(self, request_id: str, choice_no: int, row: Row) -> None:
+        """The same, of a step that may have been read from a tape."""
+        choice = self._open.get((request_id, choice_no))
         if choice is None:
             return
-        if step.reason in _SCORED and step.score is not None and step.threshold is not None:
-            choice.decisions[step.seq] = (step.action is Action.KEEP, step.score - f32(step.threshold))
-        if step.tier is Tier.SMALL and step.outcome in _PROPOSED:
-            same = None if step.large_choice is None else step.token_id == step.large_choice
-            choice.proposals[step.seq] = same
-        if step.written:
-            choice.logps[step.seq] = log(step.p_large) if step.p_large is not None else None
+        if row.reason in _SCORED and row.score is not None and row.threshold is not None:
+            choice.decisions[row.seq] = (row.action is Action.KEEP, row.score - f32(row.threshold))
+        if row.tier is Tier.SMALL and row.outcome in _PROPOSED:
+            choice.proposals[row.seq] = row.same
+        if row.outcome not in UNWRITTEN:
+            choice.logps[row.seq] = log(row.p_large) if row.p_large is not None else None
 
     def finish(self, trace: Trace) -> Answer | None:
         """The choice is complete, its audit included; None for one that was never admitted."""

@@ -8,13 +8,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from alerts.answers import Answer, is_judged
+from alerts.orders import Orders, Split
 from alerts.plan import Plan
-from alerts.rollout import Limits, Rollout, Transition, Verdict, WrongState, arm_of, comparable_metrics
+from alerts.rollout import (
+    Limits,
+    Rollout,
+    Transition,
+    Verdict,
+    WrongState,
+    arm_of,
+    comparable_metrics,
+    user_hash_of,
+)
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.router import Router
 
+CONTROL = "control"
+"""What a gateway without a name is called."""
 NUM_WORST = 3
 _MOST_SCORABLE = 50_000
 _KEPT_ENDED = 50
@@ -22,29 +34,25 @@ _KEPT_ENDED = 50
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one request gets: its arm, and the policy in force there before its own `routing` keys."""
+    """What one request gets: its arm, and the policy in force there before its own `routing` keys.
+
+    user_hash: names the sticky key to the evidence; None where the request is its own key.
+    """
 
     arm: str
     policy_name: str
     policy: Policy
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """What assigning an arm needs, swapped as a whole: readers take no lock."""
-
-    salt: str
-    weight: float
-    canary_name: str
-    canary: Policy
+    user_hash: str | None = None
 
 
 class Canaries:
     """Rollouts by name, at most one of them active. Not thread-safe but for `assign`."""
 
-    def __init__(self, stable: Policy, limits: Limits, gated: bool) -> None:
-        """stable: the policy in force. gated: whether promotions wait for a gate."""
-        self.stable = stable
+    def __init__(self, stable: Policy, limits: Limits, gated: bool, control: str = CONTROL) -> None:
+        """stable: the policy in force. gated: whether promotions wait for a gate. control: this gateway's
+        name, for those that follow it."""
+        # Swapped as a whole: readers take no lock.
+        self.orders = Orders(control, stable)
         self.limits = limits
         self.gated = gated
         self.current: Rollout | None = None
@@ -53,26 +61,56 @@ class Canaries:
         self._ended: dict[str, dict[str, Any]] = {}
         self._scorable: dict[str, str] = {}
         self._scored: set[tuple[str, str]] = set()
-        self._split: _Split | None = None
+
+    @property
+    def stable(self) -> Policy:
+        """The policy in force."""
+        return self.orders.stable
+
+    def follow(self, orders: Orders) -> None:
+        """Do as another gateway says."""
+        self.orders = orders
 
     # --- requests ---
 
-    def assign(self, key: str) -> Assignment:
-        """Arm and policy for a key; any thread."""
-        split, stable = self._split, self.stable
-        if split is not None and arm_of(split.salt, key, split.weight) == "canary":
-            return Assignment("canary", split.canary_name, split.canary)
-        return Assignment("stable", "stable", stable)
+    def assign(self, request_id: str, sticky: str | None = None) -> Assignment:
+        """Arm and policy for a request; sticky: the key that keeps its arm, by default the id. Any thread."""
+        orders = self.orders
+        split, stable = orders.split, orders.stable
+        if split is None:
+            return Assignment("stable", "stable", stable)
+        user_hash = None if sticky is None else user_hash_of(split.salt, sticky)
+        if arm_of(split.salt, request_id if sticky is None else sticky, split.weight) == "canary":
+            return Assignment("canary", split.name, split.policy, user_hash)
+        return Assignment("stable", "stable", stable, user_hash)
 
-    def admit(self, request: Request, key: str | None, now: float) -> None:
-        """A request was admitted; key: its sticky key, None where it is its own."""
+    def admit(self, request: Request, now: float) -> None:
+        """A request was admitted."""
         rollout = self.current
         if rollout is None or not counts(request):
             return
-        if rollout.admit(request.id, request.arm, key, now, is_judged(request)) == "fresh":
+        if rollout.admit(request.id, request.arm, request.user_hash, now, is_judged(request)) == "fresh":
             self._scorable[request.id] = request.arm
             if len(self._scorable) > _MOST_SCORABLE:
                 self._scorable.pop(next(iter(self._scorable)))
+
+    def admit_elsewhere(self, request: Request) -> bool:
+        """A request that another gateway answered; False where that gateway had not yet heard of the rollout,
+        or of its end, so that it says nothing of the policies compared here.
+        """
+        rollout = self.current
+        if rollout is None or not rollout.active:
+            return request.arm == "stable"
+        expected = rollout.plan.name if request.arm == "canary" else "stable"
+        if request.received < rollout.started or request.policy_name != expected:
+            return False
+        self.admit(request, request.received)
+        return True
+
+    def lose(self, request_id: str, now: float) -> None:
+        """An admitted request whose end nobody saw."""
+        if self.current is not None:
+            self.current.observe(request_id, {}, now)
 
     def observe(self, answer: Answer, now: float) -> None:
         """An answer is complete."""
@@ -125,18 +163,16 @@ class Canaries:
             return []
         before = len(rollout.history)
         act(rollout)
-        if rollout.verdict is Verdict.PROMOTED and len(rollout.history) > before and self._canary is not None:
-            self.stable = self._canary
-        self._refresh()
+        promoted = rollout.verdict is Verdict.PROMOTED and len(rollout.history) > before
+        self._refresh(self._canary if promoted else None)
         return rollout.history[before:]
 
-    def _refresh(self) -> None:
-        rollout, canary = self.current, self._canary
-        if rollout is None or canary is None or not rollout.active:
-            self._split = None
-        else:
+    def _refresh(self, promoted: Policy | None = None) -> None:
+        rollout, canary, split = self.current, self._canary, None
+        if rollout is not None and canary is not None and rollout.active:
             audited = replace(canary, audit_rate=rollout.plan.audit_rate)
-            self._split = _Split(rollout.plan.salt, rollout.weight, rollout.plan.name, audited)
+            split = Split(rollout.plan.salt, rollout.weight, rollout.plan.name, audited)
+        self.orders = Orders(self.orders.control, promoted or self.stable, split)
 
     def _retire(self) -> None:
         if self.current is not None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
-from alerts.answers import Answer, Answers
+from alerts.answers import Answer, Answers, Row
 from alerts.canaries import Canaries, counts
 from alerts.drift import Drift
 from alerts.liveness import Liveness
 from gateway.core import Mode, Step, Tick
-from gateway.request import Trace
+from gateway.request import Request, Trace
 
 MOST_QUEUED_ROWS = 200_000
-_MOST_KEYS = 100_000
 _RECENT = 500
 
 
@@ -33,7 +32,6 @@ class Intake:
         self._clock = clock
         self._watched = canaries.stable
         self._answers = Answers()
-        self._keys: dict[str, str | None] = {}
         self._depth = 0
         self._depth_lock = threading.Lock()
 
@@ -62,14 +60,6 @@ class Intake:
         """A choice is complete, its audit included."""
         self.queue.put(lambda: self._finish(trace))
 
-    def remember_key(self, request_id: str, key: str | None) -> None:
-        """The sticky key of a request about to be submitted, None where it is its own; any thread."""
-        if len(self._keys) >= _MOST_KEYS:
-            # Requests that were assigned an arm and never came; the oldest go.
-            for old in list(self._keys)[: _MOST_KEYS // 2]:
-                self._keys.pop(old, None)
-        self._keys[request_id] = key
-
     def score(self, request_id: str, name: str, value: float) -> None:
         """A task score in [0, 1]; any thread."""
         self.queue.put(lambda: self._canaries.score(request_id, name, value))
@@ -80,7 +70,7 @@ class Intake:
         request = trace.request
         self._answers.admit(request)
         if request.choice == 0:
-            self._canaries.admit(request, self._keys.pop(request.id, None), self._clock())
+            self._canaries.admit(request, self._clock())
 
     def _steps(self, rows: tuple[Step, ...]) -> None:
         with self._depth_lock:
@@ -91,6 +81,18 @@ class Intake:
     def _lose(self, lost: set[tuple[str, int]]) -> None:
         for request_id, choice in lost:
             self._answers.lose(request_id, choice)
+
+    def fold_elsewhere(self, request: Request, trace: Trace, rows: Iterable[Row]) -> None:
+        """A first choice that another gateway has answered: all of it at once, by the thread that folds."""
+        if not counts(request) or not self._canaries.admit_elsewhere(request):
+            return
+        if trace.finished is None:
+            self._canaries.lose(request.id, self._clock())
+            return
+        self._answers.admit(request)
+        for row in rows:
+            self._answers.row(request.id, request.choice, row)
+        self._finish(trace)
 
     def _finish(self, trace: Trace) -> None:
         answer = self._answers.finish(trace)

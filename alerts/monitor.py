@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -23,8 +23,9 @@ from alerts.evidence import DRIFT_LIMIT
 from alerts.explain import Links, canary_finding, drift_finding
 from alerts.intake import Intake
 from alerts.lifecycle import Alert, Alerts, Notification
+from alerts.peers import Peers
 from alerts.rollout import Rollout, Transition
-from alerts.rules import DRIFT_EVIDENCE, ROUTING_NOT_LIVE, Finding, Rule, built_in_rules
+from alerts.rules import CONTROL_SILENT, DRIFT_EVIDENCE, ROUTING_NOT_LIVE, Finding, Rule, built_in_rules
 from alerts.series import Key, Samples
 from alerts.state import StateDamaged, StateFile
 from alerts.store import Store
@@ -39,6 +40,15 @@ OWN_METRICS = frozenset({CANARY_WEIGHT, DRIFT_EVIDENCE, DELIVERIES})
 _SAVE_S = 1.0
 
 log = structlog.get_logger("alerts.monitor")
+
+
+class Watched(Protocol):
+    """A control as its follower sees it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def silent(self) -> bool: ...
 
 
 class Monitor:
@@ -56,10 +66,14 @@ class Monitor:
         samples: Callable[[], Samples],
         queue_limit: int,
         on_promote: Callable[[Policy], None],
+        peers: Peers | None = None,
+        control: Watched | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """samples: the served metrics now. on_promote: keeps a promoted policy; called before anything else
-        remembers the promotion."""
+        remembers the promotion. peers: the other gateways' evidence, where this one rules. control: whom this
+        one follows; drift is watched there, over all gateways.
+        """
         self.config = config
         self.canaries = canaries
         self.links = links
@@ -71,6 +85,8 @@ class Monitor:
         self._state = state
         self._samples = samples
         self._on_promote = on_promote
+        self._peers = peers
+        self._control = control
         self._clock = clock
         self._rules = [*built_in_rules(queue_limit), *(Rule(rule) for rule in config.rules)]
         self._unsent: list[Notification] = []
@@ -88,6 +104,8 @@ class Monitor:
         """Look at everything once: rollout, rules, alerts; save, and hand over what must be sent."""
         with self.lock:
             now = self._clock()
+            if self._peers is not None and self._peers.fold(self.intake):
+                self._dirty = True
             transitions = self.canaries.act(lambda rollout: rollout.tick(now))
             self.settle(transitions, now)
             waiting = self.canaries.current if self._gate_waits() else None
@@ -130,11 +148,20 @@ class Monitor:
         rollout = self.canaries.current
         if rollout is not None:
             found.append(canary_finding(rollout, self.canaries.worst_traces, self.links, now))
-        found += [
-            drift_finding(name, evidence, self.links)
-            for name, evidence in self.intake.drift.evidence.items()
-            if evidence >= DRIFT_LIMIT
-        ]
+        if self._control is None:
+            found += [
+                drift_finding(name, evidence, self.links)
+                for name, evidence in self.intake.drift.evidence.items()
+                if evidence >= DRIFT_LIMIT
+            ]
+        elif self._control.silent:
+            found.append(
+                Finding(
+                    name=CONTROL_SILENT,
+                    summary="This gateway hears nothing of its control: every request is on stable.",
+                    description=f"No answer from {self._control.url}.",
+                )
+            )
         if self.intake.liveness.trouble is not None:
             found.append(
                 Finding(
@@ -187,6 +214,7 @@ class Monitor:
                 "canaries": self.canaries.to_dict(),
                 "alerts": self.alerts.to_dict(),
                 "drift": self.intake.drift.to_dict(),
+                "folded": None if self._peers is None else self._peers.to_list(),
                 "unsent": [asdict(notification) for notification in self._unsent],
                 "unwritten": [(ts, asdict(alert)) for ts, alert in self._unwritten],
             }
@@ -217,6 +245,8 @@ class Monitor:
         ]
         self.alerts.load(state["alerts"])
         self.canaries.load(state["canaries"])
+        if self._peers is not None:
+            self._peers.load(state.get("folded"))
         if drift.policy_hash == self.canaries.stable.hash:
             self.intake.drift = drift
         self._unsent = unsent

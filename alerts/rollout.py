@@ -74,6 +74,11 @@ def arm_of(salt: str, key: str, weight: float) -> str:
     return "canary" if int.from_bytes(digest, "big") % 10000 < round(weight * 10000) else "stable"
 
 
+def user_hash_of(salt: str, key: str) -> str:
+    """16 hex digits that tell a rollout's users apart on the tape without naming them."""
+    return hashlib.blake2b(f"{salt}:{key}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
 class Rollout:
     """A canary on its way. `tick` judges; everything else records."""
 

@@ -17,6 +17,7 @@ QUALITY_DRIFT = "QualityDrift"
 ROUTING_NOT_LIVE = "RoutingNotLive"
 TAPE_DROPPING = "TapeDropping"
 QUEUE_SATURATED = "QueueSaturated"
+CONTROL_SILENT = "ControlSilent"
 
 BUILT_IN = (
     CANARY_ROLLED_BACK,
@@ -26,6 +27,7 @@ BUILT_IN = (
     ROUTING_NOT_LIVE,
     TAPE_DROPPING,
     QUEUE_SATURATED,
+    CONTROL_SILENT,
 )
 """Alerts that need no rule (contract: Config file)."""
 

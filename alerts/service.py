@@ -16,11 +16,14 @@ import duckdb
 import msgspec
 import structlog
 
-from alerts.canaries import Assignment, Canaries, policy_from
+from alerts.canaries import CONTROL, Assignment, Canaries, policy_from
 from alerts.config import AlertsConfig, read_secrets
 from alerts.explain import Links
+from alerts.follow import Control, ControlAway, Follower
 from alerts.intake import Intake
 from alerts.monitor import Monitor
+from alerts.orders import Orders
+from alerts.peers import Peers
 from alerts.plan import FieldError, Plan, estimate, parse_plan
 from alerts.rollout import Limits, Rollout, WrongState
 from alerts.series import Key, Samples
@@ -30,7 +33,7 @@ from alerts.webhook import Webhooks
 from gateway.policy import Policy
 from gateway.routing import PolicyConflict, PolicyTable, overlay
 
-__all__ = ["AlertsService", "Assignment", "FieldError", "NotFound", "WrongState"]
+__all__ = ["AlertsService", "Assignment", "ControlAway", "FieldError", "Follows", "NotFound", "WrongState"]
 
 PROMOTED_FILE = "promoted_policy.json"
 STATE_FILE = "alerts.json"
@@ -40,6 +43,10 @@ log = structlog.get_logger("alerts.service")
 
 class NotFound(LookupError):
     """There is no rollout, silence or delivery of that name; the message says which."""
+
+
+class Follows(WrongState):
+    """Rollouts are ruled by another gateway; the message names it (HTTP 409)."""
 
 
 class AlertsService:
@@ -58,11 +65,15 @@ class AlertsService:
         queue_limit: int,
         trace_url: str | None = None,
         advisor_url: str | None = None,
+        name: str | None = None,
+        control: Control | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """policies: the config's, `stable` among them. cursor: makes one of the open tape.
 
         samples: the served metrics now. queue_limit: choices that may wait.
+
+        name: this gateway's, in a fleet. control: the one whose rollouts it follows; None: it rules its own.
 
         trace_url (with `{id}`), advisor_url: pages of the UI; without them links lead to the API.
         Raises alerts.config.MissingSecret.
@@ -77,12 +88,16 @@ class AlertsService:
         self._store = store
         self.webhooks = Webhooks(store, config, read_secrets(config, environ), clock=clock)
         limits = Limits(config.window_s, config.no_data_s, config.max_units, config.max_step_s)
+        canaries = Canaries(stable, limits, gated=config.gate is not None, control=name or CONTROL)
+        self.follower = None if control is None else Follower(control, data_dir, canaries.follow, clock)
         self.monitor = Monitor(
             config=config,
             store=store,
             webhooks=self.webhooks,
             state=StateFile(data_dir / STATE_FILE),
-            canaries=Canaries(stable, limits, gated=config.gate is not None),
+            canaries=canaries,
+            peers=None if name is None or control is not None else Peers(cursor, data_dir),
+            control=self.follower,
             links=Links(
                 base_url,
                 trace_url or f"{base_url}/v1/traces/{{id}}",
@@ -96,13 +111,29 @@ class AlertsService:
 
     def start(self) -> None:
         """Start the threads."""
+        if self.follower is not None:
+            self.follower.start()
         self.monitor.start()
         self.webhooks.start()
 
     def stop(self) -> None:
         """Save the state and end the threads; after the engine has stopped, before the tape closes."""
+        if self.follower is not None:
+            self.follower.stop()
         self.monitor.stop()
         self.webhooks.stop()
+
+    # --- a fleet ---
+
+    @property
+    def orders(self) -> Orders:
+        """What those that follow this gateway must do; raises Follows where it follows another one itself."""
+        self._rules_here()
+        return self.monitor.canaries.orders
+
+    def _rules_here(self) -> None:
+        if self.follower is not None:
+            raise Follows(f"This gateway follows {self.follower.url}: rollouts are ruled there")
 
     # --- requests ---
 
@@ -121,9 +152,7 @@ class AlertsService:
 
         user: the body's `user`; header_user: `x-user-id`. Without either the request is its own key.
         """
-        sticky = user or header_user
-        self.monitor.intake.remember_key(request_id, sticky)
-        return self.monitor.canaries.assign(sticky if sticky is not None else request_id)
+        return self.monitor.canaries.assign(request_id, user or header_user)
 
     def score(self, request_id: str, name: str, value: float) -> None:
         """A task score in [0, 1] of a finished trace."""
@@ -137,11 +166,13 @@ class AlertsService:
 
     def estimate(self, body: object) -> dict[str, Any]:
         """How long the verdict of a rollout with this body would take; starts nothing. Raises FieldError."""
+        self._rules_here()
         plan, _ = self._plan(body)
         return self._estimate(plan)
 
     def start_rollout(self, body: object) -> dict[str, Any]:
         """Start a rollout: its summary with `estimate`. Raises FieldError, WrongState while one is active."""
+        self._rules_here()
         plan, canary = self._plan(body)
         told = self._estimate(plan)
         monitor = self.monitor
@@ -152,12 +183,18 @@ class AlertsService:
             return {**rollout.summary(), "estimate": told}
 
     def rollouts(self) -> list[dict[str, Any]]:
-        """All rollouts, newest first."""
+        """All rollouts, newest first; those of the control where one is followed (ControlAway)."""
+        if self.follower is not None:
+            found: list[dict[str, Any]] = self.follower.rollout()["data"]
+            return found
         with self.monitor.lock:
             return self.monitor.canaries.list()
 
     def rollout(self, name: str) -> dict[str, Any]:
-        """One rollout; raises NotFound."""
+        """One rollout; raises NotFound. That of the control where one is followed (ControlAway)."""
+        if self.follower is not None:
+            there: dict[str, Any] = self.follower.rollout(name)
+            return there
         with self.monitor.lock:
             found = self.monitor.canaries.find(name)
         if found is None:
@@ -241,6 +278,7 @@ class AlertsService:
         return estimate(plan, recent)
 
     def _act(self, name: str, act: Callable[[Rollout], object]) -> dict[str, Any]:
+        self._rules_here()
         monitor = self.monitor
         with monitor.lock:
             found = self.rollout(name)

@@ -10,20 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
 from alerts.config import MissingSecret
+from alerts.follow import Control
 from alerts.series import read_registry
 from alerts.service import AlertsService
 from gateway.access import Keyring
 from gateway.api.http import build_http
 from gateway.api.service import Service
-from gateway.config import Config, ConfigError
+from gateway.config import Config, ConfigError, FleetConfig
 from gateway.metrics import Metrics
 from gateway.worker import Observer, Worker
 from logs.recorder import Recorder
@@ -31,6 +34,9 @@ from logs.redact import load as load_redaction
 from logs.rows import Capture
 from logs.upkeep import Keep
 from replay_ui.serve import command
+
+if TYPE_CHECKING:
+    from gateway.telemetry import Telemetry
 
 log = structlog.get_logger("gateway")
 
@@ -71,7 +77,9 @@ class Gateway:
             capture=Capture(logs.capture),
             decode=self._decode,
             redact=None if logs.redact is None else load_redaction(logs.redact),
-            keep=Keep.of(logs.segment_mb, logs.retention_days, logs.retention_gb),
+            keep=Keep.of(logs.segment_mb, logs.retention_days, logs.retention_gb, _close_s(config)),
+            gateway=config.fleet.name,
+            share=config.fleet.share,
             on_flush=metrics.on_flush,
         )
         self.service = Service(
@@ -81,6 +89,8 @@ class Gateway:
             recorder=recorder,
             keys=keys or Keyring(),
         )
+        self._telemetry = _telemetry(config)
+        self.service.telemetry = self._telemetry
         self._recorder = recorder
         self._worker: Worker | None = None
         self._server = _Server(
@@ -107,7 +117,9 @@ class Gateway:
         url = url_of(listener)
         alerts = self._alerts_service(url)
         self.service.alerts = alerts
-        observers = (self._recorder, self.service.metrics, alerts.observer)
+        observers: list[Observer] = [self._recorder, self.service.metrics, alerts.observer]
+        if self._telemetry is not None:
+            observers.append(self._telemetry)
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         loading = asyncio.create_task(asyncio.to_thread(self._load, observers))
         try:
@@ -140,6 +152,8 @@ class Gateway:
                 queue_limit=config.engine.max_queue,
                 trace_url=None if ui is None else f"{ui}/replay?trace={{id}}",
                 advisor_url=None if ui is None else f"{ui}/advisor",
+                name=config.fleet.name,
+                control=_control(config.fleet, os.environ),
             )
         except MissingSecret as error:
             raise ConfigError(str(error)) from None
@@ -165,6 +179,8 @@ class Gateway:
                     self.service.alerts.stop()
         finally:
             self._recorder.close()
+            if self._telemetry is not None:
+                self._telemetry.close()
 
     def _drain_soon(self) -> None:
         """A signal came: stop taking requests, let the running ones finish; a second signal ends at once."""
@@ -187,6 +203,31 @@ class Gateway:
     def _decode(self, ids: Sequence[int]) -> str:
         """Token ids as text for the tape."""
         return "" if self._worker is None else self._worker.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _close_s(config: Config) -> float | None:
+    """How often a fleet wants segments closed; None without one to send them to."""
+    return None if config.fleet.share is None else config.fleet.close_s
+
+
+def _control(fleet: FleetConfig, environ: Mapping[str, str]) -> Control | None:
+    """Whom to follow; the key comes from the environment, and none is sent where none is there."""
+    if fleet.control is None:
+        return None
+    return Control(fleet.control.rstrip("/"), environ.get(fleet.key_env) or None, fleet.silent_s)
+
+
+def _telemetry(config: Config) -> Telemetry | None:
+    """OpenTelemetry where it is configured; ConfigError without its extra."""
+    if config.otel.endpoint is None:
+        return None
+    try:
+        from gateway.telemetry import telemetry
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"otel.endpoint: needs the extra `otel` ({error.name} is missing): pip install 'tokentape[otel]'"
+        ) from None
+    return telemetry(config.otel, version("tokentape"), config.fleet.name)
 
 
 class _Server(uvicorn.Server):

@@ -65,6 +65,7 @@ async def _serve(config: Config, keys: Keyring) -> int:
     from gateway.loading import load_worker
     from logs.redact import BadHook
     from logs.schema import TapeTooNew
+    from logs.share import ShareError, ShareTaken
     from logs.tape import TapeBusy, TapeUnwritable
 
     set_up_log(config.logs.level)
@@ -73,6 +74,10 @@ async def _serve(config: Config, keys: Keyring) -> int:
             gateway = Gateway(config, lambda observers: load_worker(config, observers), keys)
         except (TapeBusy, TapeUnwritable, TapeTooNew) as error:
             raise ConfigError(f"logs.data_dir: {error}") from None
+        except ShareTaken as error:
+            raise ConfigError(f"fleet.name: {error}") from None
+        except ShareError as error:
+            raise ConfigError(f"fleet.share: {error}") from None
         except BadHook as error:
             raise ConfigError(f"logs.redact: {error}") from None
 

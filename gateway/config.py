@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -205,6 +206,70 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "info"
 
 
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[fleet]: several gateways as one."""
+
+    name: Annotated[
+        Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None,
+        Meta(description="this gateway's name, one of its own in the fleet"),
+    ] = None
+    share: Annotated[
+        str | None,
+        Meta(description="path or URL (`s3://bucket/prefix`) where the gateways' closed segments meet"),
+    ] = None
+    close_s: Annotated[
+        Annotated[float, Meta(ge=1.0, le=86_400.0)],
+        Meta(description="how often finished traces are closed, sent to the share, and others' taken in"),
+    ] = 300.0
+    control: Annotated[
+        str | None,
+        Meta(description="URL of the gateway that rules rollouts; left out on that gateway itself"),
+    ] = None
+    silent_s: Annotated[
+        Annotated[float, Meta(ge=3.0)],
+        Meta(description="silence of the control after which every request here is on stable"),
+    ] = 60.0
+    key_env: Annotated[
+        str, Meta(description="environment variable with the control's API key (scope `read`)")
+    ] = "TOKENTAPE_CONTROL_KEY"
+
+    def __post_init__(self) -> None:
+        for key in ("share", "control"):
+            if getattr(self, key) is not None and self.name is None:
+                raise ValueError(f"fleet.name: needed with {key}")
+        parts = urlsplit(self.control or "http://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise ValueError("fleet.control: must be http://HOST:PORT or https://HOST:PORT")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("fleet.control: must not hold a user or password; the key is in fleet.key_env")
+
+
+class OtelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[otel]: traces and metrics by OpenTelemetry; needs the extra `otel`."""
+
+    endpoint: Annotated[
+        str | None,
+        Meta(
+            description="OTLP/HTTP receiver, such as `http://localhost:4318`; off without it. Headers for it "
+            "come from the environment: `OTEL_EXPORTER_OTLP_HEADERS`"
+        ),
+    ] = None
+    service_name: Annotated[str, Meta(description="`service.name` of what is sent")] = "tokentape"
+    sample: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)],
+        Meta(description="share of requests traced where the client's `traceparent` does not decide"),
+    ] = 1.0
+    max_events: Annotated[
+        Positive, Meta(description="passes kept of one request, the latest; an answer has hundreds")
+    ] = 512
+    metrics_interval_s: Annotated[Seconds, Meta(description="how often metrics are sent")] = 60.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.endpoint or "http://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("otel.endpoint: must be an http or https URL")
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[calibration.<policy name>]: what `tokentape calibrate` has shown, and of which models."""
 
@@ -234,6 +299,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     auth: AuthConfig = AuthConfig()
     logs: LogsConfig = LogsConfig()
     alerts: AlertsConfig = AlertsConfig()
+    fleet: FleetConfig = FleetConfig()
+    otel: OtelConfig = OtelConfig()
     policy: dict[str, PolicyTable] = {}
     calibration: dict[str, Calibration] = {}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.core import AuditStatus, Finished, Sampling, Tier
 from gateway.policy import Policy
+from gateway.trace_context import TraceContext
 
 if TYPE_CHECKING:
     # It imports torch, which readers of requests (the tape, alerts) do without.
@@ -26,6 +27,8 @@ class Request:
     constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
     prompt_logprobs: whether the client wants the large model's view of the prompt; the first output token
     must then be the large model's (policy: mode not small_only, protect_first >= 1).
+    user_hash: names the sticky key to the evidence of the running rollout; None without either.
+    context: W3C trace context that calls made for this request carry.
     forced: given output tokens of a fork and the tier that wrote each in its parent. noise_choice: the choice
     whose noise is drawn: its parent's number for a fork, else its own.
     """
@@ -50,6 +53,8 @@ class Request:
     scope: str = ""
     prompt_logprobs: bool = False
     constraint: Callable[[], Constraint] | None = None
+    user_hash: str | None = None
+    context: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

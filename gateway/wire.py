@@ -127,6 +127,7 @@ class TraceQuery(Body, frozen=True, kw_only=True):
     q: str | None = None
     min_guard_hits: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     max_acceptance: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    gateway: str | None = None
 
 
 class StepsQuery(Body, frozen=True, kw_only=True):

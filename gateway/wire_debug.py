@@ -42,6 +42,12 @@ class DiffQuery(Body, frozen=True, kw_only=True):
     other_choice: Position = 0
 
 
+class FleetQuery(Body, frozen=True, kw_only=True):
+    """GET fleet: how long the answer may be held back until something changes, seconds."""
+
+    wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
+
+
 class ExportQuery(Body, frozen=True, kw_only=True):
     """GET export."""
 

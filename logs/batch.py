@@ -109,7 +109,7 @@ def _insert(connection: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -
 
 
 def begin(connection: duckdb.DuckDBPyConnection) -> int:
-    """Mark what an earlier process left running as interrupted; the first free trace number."""
+    """Mark what an earlier process left running as interrupted; the last trace number so far."""
     # The first Arrow insert loads libraries for most of a second: better now than on the first request.
     for table, nothing in (("requests", request_table([])), ("steps", step_table([], [], Capture.FULL))):
         connection.register("new", nothing)
@@ -121,7 +121,7 @@ def begin(connection: duckdb.DuckDBPyConnection) -> int:
     row = connection.execute(
         "SELECT greatest("
         "(SELECT coalesce(max(trace_no), 0) FROM requests), (SELECT coalesce(max(trace_no), 0) FROM steps),"
-        "(SELECT coalesce(max(last_no), 0) FROM segments))"
+        "(SELECT coalesce(max(last_no), 0) FROM segments WHERE gateway IS NULL))"
     ).fetchone()
     assert row is not None
-    return int(row[0]) + 1
+    return int(row[0])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gateway.core import Settled, Step
 from gateway.request import Trace
 from logs.batch import Batch, Key
+from logs.numbers import Numbers
 from logs.rows import Life
 
 FINISHED_KEPT = 1024
@@ -23,9 +24,9 @@ class Lives:
     count_dropped(cause, rows) is told of rows that have no place on the tape.
     """
 
-    def __init__(self, batch: Batch, next_no: int, count_dropped: Callable[[str, int], None]) -> None:
+    def __init__(self, batch: Batch, trace_nos: Numbers, count_dropped: Callable[[str, int], None]) -> None:
         self._batch = batch
-        self._next_no = next_no
+        self._trace_nos = trace_nos
         self._count_dropped = count_dropped
         self._lives: dict[Key, Life] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
@@ -86,7 +87,7 @@ class Lives:
         key = (trace.request.id, trace.request.choice)
         life = self._lives.get(key)
         if life is None:
-            life = self._lives[key] = Life(self._number(trace.request.id), trace)
+            life = self._lives[key] = Life(self._number(trace.request.id), trace, self._trace_nos.gateway)
         life.trace = trace
         self._batch.requests[key] = life
         return key, life
@@ -94,8 +95,7 @@ class Lives:
     def _number(self, request_id: str) -> int:
         number = self._numbers.get(request_id)
         if number is None:
-            number = self._numbers[request_id] = self._next_no
-            self._next_no += 1
+            number = self._numbers[request_id] = self._trace_nos.next()
             if len(self._numbers) > NUMBERS_KEPT:
                 self._numbers.popitem(last=False)
         return number

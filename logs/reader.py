@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from logs.results import fetch_rows, fetch_table, split
 from logs.schema import REQUESTS, VERSION, names, version_of
-from logs.segments import FOLDER, Segment, found, listed, spanning
+from logs.segments import FLEET, FOLDER, Segment, found, listed, spanning
 from logs.summary import by_trace, summary
 from logs.tape import FILE
 
@@ -37,8 +37,9 @@ class BadCursor(ValueError):
 class TraceFilter:
     """Which traces to list; None means any. since, until: Unix seconds of `received`, until exclusive.
 
-    q: text found in prompt, answer or id, whatever the case. min_guard_hits, max_acceptance: a choice
-    with at least so many guard hits, with at most that draft acceptance rate.
+    gateway: who served it, in a fleet. q: text found in prompt, answer or id, whatever the case.
+    min_guard_hits, max_acceptance: a choice with at least so many guard hits, with at most that draft
+    acceptance rate.
     """
 
     arm: str | None = None
@@ -48,6 +49,7 @@ class TraceFilter:
     q: str | None = None
     min_guard_hits: int | None = None
     max_acceptance: float | None = None
+    gateway: str | None = None
 
     def where(self) -> tuple[str, list[Any]]:
         """As SQL over requests, with its parameters."""
@@ -63,6 +65,7 @@ class TraceFilter:
             (text, [self.q.lower()] * 3 if self.q else None),
             ("guard_hits >= ?", _given(self.min_guard_hits)),
             ("draft_acceptance_rate <= ?", _given(self.max_acceptance)),
+            ("gateway = ?", _given(self.gateway)),
         ]
         used = [(clause, values) for clause, values in clauses if values is not None]
         sql = " AND ".join(clause for clause, _ in used) or "true"
@@ -106,7 +109,7 @@ class Reader:
         Never writes: a read-only directory will do. Raises duckdb.IOException where a gateway has it.
         """
         path = data_dir / FILE
-        if not path.exists() and (data_dir / FOLDER).is_dir():
+        if not path.exists() and ((data_dir / FOLDER).is_dir() or (data_dir / FLEET).is_dir()):
             connection, version = duckdb.connect(), None
         else:
             connection = duckdb.connect(str(path), read_only=True)
@@ -298,14 +301,15 @@ class Reader:
             holding = [s for s in segments if any(s.first_no <= n <= s.last_no for n in numbers)]
             return _Place(numbers, holding, live=False)
         places = query.execute(
-            "SELECT DISTINCT trace_no, NULL, NULL FROM requests WHERE request_id = ?"
-            " UNION ALL SELECT trace_no, name, dt FROM moved WHERE request_id = ?",
+            "SELECT DISTINCT trace_no, NULL, NULL, NULL FROM requests WHERE request_id = ?"
+            " UNION ALL SELECT trace_no, name, dt, gateway FROM moved WHERE request_id = ?",
             [request_id, request_id],
         ).fetchall()
-        moved = {(name, dt) for _, name, dt in places if name is not None}
-        holding = [s for s in self._segments(query) if (s.name, s.dt) in moved] if moved else []
-        live = any(name is None for _, name, _ in places)
-        return _Place([number for number, _, _ in places], holding, live)
+        moved = {(name, dt, gateway) for _, name, dt, gateway in places if name is not None}
+        segments = self._segments(query) if moved else []
+        holding = [s for s in segments if (s.name, s.dt, s.gateway) in moved]
+        live = any(name is None for _, name, _, _ in places)
+        return _Place([number for number, *_ in places], holding, live)
 
     def _from(
         self, table: str, columns: Sequence[str], segments: Iterable[Segment], live: bool = True
@@ -328,7 +332,7 @@ class Reader:
 
 FILTERED = (
     "trace_no", "request_id", "arm", "finish_reason", "received", "prompt_text", "answer_text", "guard_hits",
-    "draft_acceptance_rate",
+    "draft_acceptance_rate", "gateway",
 )  # fmt: skip
 """The columns that TraceFilter reads."""
 
@@ -344,6 +348,6 @@ def _with(columns: Sequence[str], *needed: str) -> tuple[str, ...]:
 def _before(cursor: str | None) -> int:
     if cursor is None:
         return _LATEST
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 19 and int(cursor) <= _LATEST):
         raise BadCursor(f"cursor {cursor[:40]!r} is not one that a page of traces returned")
     return int(cursor)

@@ -19,11 +19,13 @@ from gateway.request import Trace
 from logs.batch import Batch, Key, begin
 from logs.feedback import Feedback
 from logs.lives import Lives
+from logs.numbers import Numbers
 from logs.reader import Reader
 from logs.redact import Redact, RedactionFailed
 from logs.repair import adopt, verify
 from logs.rows import Capture, Decode
 from logs.segments import Segment
+from logs.share import Share
 from logs.tape import Tape, open_tape
 from logs.upkeep import Keep, Upkeep
 
@@ -64,7 +66,9 @@ class Recorder:
 
     queue_rows bounds the rows handed over and not yet on disk. What does not fit is dropped by whole
     request (its later steps too), counted in `dropped` by cause, and its trace is marked incomplete.
-    Raises TapeBusy, TapeUnwritable or TapeTooNew where the tape cannot be opened.
+    gateway: its name in a fleet, by which its traces are numbered; share: path or URL of the fleet's storage.
+    Raises TapeBusy, TapeUnwritable or TapeTooNew where the tape cannot be opened, ShareError where the share
+    cannot be used.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Recorder:
         decode: Decode | None = None,
         redact: Redact | None = None,
         keep: Keep | None = None,
+        gateway: str | None = None,
+        share: str | None = None,
         on_flush: Callable[[float], None] | None = None,
     ) -> None:
         self.data_dir = data_dir
@@ -86,6 +92,11 @@ class Recorder:
         self.flush_s = flush_s
         self.dropped: Counter[str] = Counter()
         self._tape: Tape = open_tape(data_dir)
+        try:
+            self.share = None if gateway is None or share is None else Share(share, gateway, data_dir)
+        except BaseException:
+            self._tape.close()
+            raise
         self.quarantined = tuple(self._tape.quarantined)
         self._connection = self._tape.cursor()
         self._writing = threading.Lock()
@@ -97,10 +108,10 @@ class Recorder:
         self._depth = 0
         self._open: set[Key] = set()
         self._lost: set[Key] = set()
-        self._lives = Lives(self._batch, begin(self._connection), self._count_dropped)
+        self._lives = Lives(self._batch, Numbers(begin(self._connection), gateway), self._count_dropped)
         self._last_warning = float("-inf")
         self._closed = False
-        self._upkeep = Upkeep(self._tape.cursor, data_dir, self._writing, keep or Keep())
+        self._upkeep = Upkeep(self._tape.cursor, data_dir, self._writing, keep or Keep(), share=self.share)
         self._upkeep.start()
         self._thread = threading.Thread(target=self._run, name="tape-writer", daemon=True)
         self._thread.start()
@@ -184,7 +195,7 @@ class Recorder:
         return self._upkeep.run_once(everything=True)
 
     def close(self) -> None:
-        """Write what is queued, checkpoint, and release the data directory."""
+        """Write what is queued, checkpoint, release the data directory; a fleet gets all that is over."""
         if self._closed:
             return
         self._closed = True
@@ -192,6 +203,12 @@ class Recorder:
         barrier = _Barrier(threading.Event(), stop=True)
         self._queue.put(barrier)
         self._thread.join()
+        if self.share is not None:
+            try:
+                self._upkeep.run_once(everything=True, settle_s=0.0)
+            except Exception as error:
+                # The rows are still live: the next start sends them.
+                log.error("tape_upkeep_failed", error=f"{type(error).__name__}: {error}")
         self._connection.close()
         self._tape.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 import structlog
 
-from logs.segments import FOLDER, MOVED_TABLES, Segment, complete, describe, enter, forget, listed
+from logs.segments import FOLDER, MOVED_TABLES, Segment, complete, describe, enter, forget, listed, named, own
 from logs.tape import QUARANTINE
 
 log = structlog.get_logger("logs.repair")
@@ -19,7 +19,7 @@ def adopt(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
     Files of a move that never completed are removed: their rows are still in the live tables. Damaged
     segments are set aside with a loud line.
     """
-    known = {(segment.dt, segment.name) for segment in listed(query)}
+    known = {(segment.dt, segment.name) for segment in own(query)}
     for path in (data_dir / FOLDER).glob("*/dt=*/*"):
         if (
             not (data_dir / FOLDER / "requests" / path.parent.name / path.name).exists()
@@ -33,7 +33,7 @@ def adopt(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
         try:
             segment = describe(path, data_dir)
         except (duckdb.Error, OSError) as error:
-            _set_aside(path, data_dir, str(error))
+            _set_aside(named(path), data_dir, str(error))
             continue
         query.begin()
         for table, key in (("steps", ("request_id", "choice")), ("requests", ("request_id", "choice")),
@@ -62,16 +62,17 @@ def verify(query: duckdb.DuckDBPyConnection, data_dir: Path) -> list[Segment]:
                 query.execute("SELECT max(hash(t)) FROM read_parquet(?) t", [path]).fetchone()
         except duckdb.Error as error:
             forget(query, segment)
-            _set_aside(segment.path(data_dir, "requests"), data_dir, str(error))
+            _set_aside(segment, data_dir, str(error))
             damaged.append(segment)
     return damaged
 
 
-def _set_aside(path: Path, data_dir: Path, reason: str) -> None:
+def _set_aside(segment: Segment, data_dir: Path, reason: str) -> None:
     folder = data_dir / QUARANTINE
     folder.mkdir(exist_ok=True)
+    whose = f"{segment.gateway}-" if segment.gateway else ""
     for table in MOVED_TABLES:
-        part = data_dir / FOLDER / table / path.parent.name / path.name
+        part = segment.path(data_dir, table)
         if part.exists():
-            part.rename(folder / f"{table}-{path.parent.name}-{path.name}")
-    log.error("tape_segment_quarantined", name=path.name, reason=reason.splitlines()[0])
+            part.rename(folder / f"{whose}{table}-dt={segment.dt}-{segment.name}")
+    log.error("tape_segment_quarantined", name=segment.name, reason=reason.splitlines()[0])

@@ -50,10 +50,14 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(slots=True)
 class Life:
-    """One choice as the tape sees it so far: its request row can be written at any moment."""
+    """One choice as the tape sees it so far: its request row can be written at any moment.
+
+    gateway: who serves it, in a fleet.
+    """
 
     trace_no: int
     trace: Trace
+    gateway: str | None = None
     stored: bool = False
     incomplete: bool = False
     tokens: dict[int, tuple[int, bytes]] = field(default_factory=dict)
@@ -99,7 +103,9 @@ def request_row(life: Life, capture: Capture, decode: Decode | None) -> dict[str
         "num_topk": request.num_topk,
         "parent": request.parent,
         "forked_at": request.forked_at,
+        "user_hash": request.user_hash,
         **asdict(served),
+        "gateway": life.gateway,
         "capture": capture.value,
         "incomplete": life.incomplete,
         "interrupted": False,

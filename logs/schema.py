@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-VERSION = 2
+VERSION = 3
 """Schema version this code writes; it opens and reads every earlier one."""
 
 
@@ -100,6 +100,13 @@ REQUESTS: tuple[Column, ...] = (
     Column("capture", "VARCHAR", "capture level: `full`, `no_prompt` or `signals`"),
     Column("incomplete", "BOOLEAN", "later steps were dropped (full queue, failed write)"),
     Column("interrupted", "BOOLEAN", "the gateway ended before the request did"),
+    Column("gateway", "VARCHAR", "`[fleet] name` of the gateway that served it, if it has one", since=3),
+    Column(
+        "user_hash",
+        "VARCHAR",
+        "16 hex digits of the running rollout's salt and the sticky key; null without either",
+        since=3,
+    ),
 )
 
 STEPS: tuple[Column, ...] = (
@@ -191,6 +198,7 @@ SEGMENTS: tuple[Column, ...] = (
     Column("bytes", "BIGINT", "size on disk, bytes"),
     Column("first_ts", "DOUBLE", "earliest `finished` within, Unix seconds"),
     Column("last_ts", "DOUBLE", "latest `finished` within, Unix seconds"),
+    Column("gateway", "VARCHAR", "gateway of the fleet that made it; null: this one", since=3),
 )
 
 MOVED: tuple[Column, ...] = (
@@ -198,6 +206,7 @@ MOVED: tuple[Column, ...] = (
     Column("trace_no", "BIGINT", "its number"),
     Column("name", "VARCHAR", "segment that holds it"),
     Column("dt", "VARCHAR", "partition of that segment"),
+    Column("gateway", "VARCHAR", "gateway of the fleet that made that segment; null: this one", since=3),
 )
 
 ROLLOUTS: tuple[Column, ...] = (

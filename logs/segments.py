@@ -2,7 +2,8 @@
 
 segments/<table>/dt=<UTC day>/v<schema>-<first trace_no>-<last trace_no>.parquet, three files a segment. They
 are written under a temporary name and renamed, requests last: a segment is complete once that file is there.
-The rows leave the live tables in the transaction that enters the segment into `segments`.
+The rows leave the live tables in the transaction that enters the segment into `segments`. What other gateways
+of a fleet have closed lies beside it, under fleet/<gateway>/, in the same way.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
 import duckdb
 import structlog
@@ -21,6 +22,8 @@ import structlog
 from logs.schema import TABLES, VERSION, names
 
 FOLDER = "segments"
+FLEET = "fleet"
+"""fleet/<gateway>/segments/...: copies of what other gateways have closed."""
 MOVED_TABLES = ("steps", "passes", "requests")
 MAX_STEPS = 500_000
 """Steps of one segment: bounds how long the writer waits while its rows leave the live table."""
@@ -38,7 +41,7 @@ log = structlog.get_logger("logs.segments")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One closed part of the tape; bytes on disk, Unix seconds."""
+    """One closed part of the tape; bytes on disk, Unix seconds. gateway: who made it; None: this one."""
 
     name: str
     dt: str
@@ -50,6 +53,7 @@ class Segment:
     bytes: int
     first_ts: float
     last_ts: float
+    gateway: str | None = None
 
     @property
     def version(self) -> int:
@@ -58,25 +62,38 @@ class Segment:
 
     def path(self, data_dir: Path, table: str) -> Path:
         """Its file for one table."""
-        return data_dir / FOLDER / table / f"dt={self.dt}" / self.name
+        return root_of(data_dir, self.gateway) / FOLDER / table / f"dt={self.dt}" / self.name
+
+
+def root_of(data_dir: Path, gateway: str | None) -> Path:
+    """Where a gateway's segments lie; None: this one's."""
+    return data_dir if gateway is None else data_dir / FLEET / gateway
+
+
+def own(query: duckdb.DuckDBPyConnection) -> list[Segment]:
+    """The segments that this gateway made, by their first trace number."""
+    return [segment for segment in listed(query) if segment.gateway is None]
 
 
 def listed(query: duckdb.DuckDBPyConnection) -> list[Segment]:
-    """The segments of the open tape, by their first trace number."""
+    """The segments of the open tape, other gateways' among them, by their first trace number."""
     rows = query.execute(f"SELECT {', '.join(names('segments'))} FROM segments ORDER BY first_no").fetchall()
     return [Segment(*row) for row in rows]
 
 
 def found(data_dir: Path) -> list[Segment]:
     """The complete segments in the folder, without a tape to list them; raises duckdb.Error on damage."""
-    return [describe(path, data_dir) for path in complete(data_dir)]
+    gateways = [None, *sorted(path.name for path in (data_dir / FLEET).glob("*") if path.is_dir())]
+    return [
+        describe(path, data_dir, gateway)
+        for gateway in gateways
+        for path in complete(root_of(data_dir, gateway))
+    ]
 
 
-def describe(requests_file: Path, data_dir: Path) -> Segment:
+def describe(requests_file: Path, data_dir: Path, gateway: str | None = None) -> Segment:
     """What a segment's files say of themselves; raises duckdb.Error where one of them is damaged."""
-    _, first_no, last_no = _parse(requests_file.name)
-    dt = requests_file.parent.name.removeprefix("dt=")
-    blank = Segment(requests_file.name, dt, first_no, last_no, 0, 0, 0, 0, 0.0, 0.0)
+    blank = named(requests_file, gateway)
     files = {table: blank.path(data_dir, table) for table in MOVED_TABLES}
     with duckdb.connect() as memory:
         counts = {}
@@ -90,10 +107,22 @@ def describe(requests_file: Path, data_dir: Path) -> Segment:
         ).fetchone()
     assert times is not None
     size = sum(path.stat().st_size for path in files.values())
-    return Segment(
-        requests_file.name, dt, first_no, last_no,
-        counts["requests"], counts["steps"], counts["passes"], size, times[0], times[1],
-    )  # fmt: skip
+    return replace(
+        blank,
+        num_requests=counts["requests"],
+        num_steps=counts["steps"],
+        num_passes=counts["passes"],
+        bytes=size,
+        first_ts=times[0],
+        last_ts=times[1],
+    )
+
+
+def named(requests_file: PurePath, gateway: str | None = None) -> Segment:
+    """What a segment's name says; the rest is zero. ValueError for a file that is none."""
+    _, first_no, last_no = _parse(requests_file.name)
+    dt = requests_file.parent.name.removeprefix("dt=")
+    return Segment(requests_file.name, dt, first_no, last_no, 0, 0, 0, 0, 0.0, 0.0, gateway)
 
 
 def live_bytes(query: duckdb.DuckDBPyConnection) -> int:
@@ -109,13 +138,15 @@ def compact(
     *,
     now: float | None = None,
     everything: bool = False,
+    settle_s: float = SETTLE_S,
 ) -> list[Segment]:
-    """Move finished traces of closed hours (everything: of the running hour too) to Parquet.
+    """Move finished traces of closed hours (everything: of the running hour too, once over for settle_s) to
+    Parquet.
 
     writing is held while rows leave the live tables, so that the writer does not meet them half gone.
     """
     now = time.time() if now is None else now
-    cutoff = now - SETTLE_S if everything else now // 3600 * 3600
+    cutoff = now - settle_s if everything else now // 3600 * 3600
     made: list[Segment] = []
     for day, numbers in _movable(query, cutoff, now):
         made.append(_move(query, data_dir, writing, day, numbers, cutoff))
@@ -132,7 +163,7 @@ def expire(
     max_bytes: int | None = None,
 ) -> list[Segment]:
     """Drop segments whose last trace is older than max_age_s, then the oldest while they exceed max_bytes."""
-    segments = sorted(listed(query), key=lambda segment: segment.last_ts)
+    segments = sorted(own(query), key=lambda segment: segment.last_ts)
     total = sum(segment.bytes for segment in segments)
     dropped: list[Segment] = []
     for segment in segments:
@@ -140,10 +171,7 @@ def expire(
         too_much = max_bytes is not None and total > max_bytes
         if not (too_old or too_much):
             continue
-        forget(query, segment)
-        # Requests first: without that file the others are no segment, should the process die here.
-        for table in reversed(MOVED_TABLES):
-            segment.path(data_dir, table).unlink(missing_ok=True)
+        discard(query, data_dir, segment)
         total -= segment.bytes
         dropped.append(segment)
         log.info(
@@ -255,10 +283,10 @@ def enter(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) ->
     """Put a segment on the tape's list, within the caller's transaction."""
     marks = ", ".join("?" for _ in names("segments"))
     values = [getattr(segment, name) for name in names("segments")]
-    query.execute(f"INSERT INTO segments VALUES ({marks})", values)
+    query.execute(f"INSERT INTO segments ({', '.join(names('segments'))}) VALUES ({marks})", values)
     query.execute(
-        "INSERT INTO moved SELECT DISTINCT request_id, trace_no, ?, ? FROM read_parquet(?)",
-        [segment.name, segment.dt, str(segment.path(data_dir, "requests"))],
+        "INSERT INTO moved SELECT DISTINCT request_id, trace_no, ?, ?, ? FROM read_parquet(?)",
+        [segment.name, segment.dt, segment.gateway, str(segment.path(data_dir, "requests"))],
     )
 
 
@@ -266,8 +294,19 @@ def forget(query: duckdb.DuckDBPyConnection, segment: Segment) -> None:
     """Take a segment off the tape's list."""
     query.begin()
     for table in ("segments", "moved"):
-        query.execute(f"DELETE FROM {table} WHERE name = ? AND dt = ?", [segment.name, segment.dt])
+        query.execute(
+            f"DELETE FROM {table} WHERE name = ? AND dt = ? AND gateway IS NOT DISTINCT FROM ?",
+            [segment.name, segment.dt, segment.gateway],
+        )
     query.commit()
+
+
+def discard(query: duckdb.DuckDBPyConnection, data_dir: Path, segment: Segment) -> None:
+    """Take a segment off the list and its files off the disk."""
+    forget(query, segment)
+    # Requests first: without that file the others are no segment, should the process die here.
+    for table in reversed(MOVED_TABLES):
+        segment.path(data_dir, table).unlink(missing_ok=True)
 
 
 def complete(data_dir: Path) -> list[Path]:

@@ -34,7 +34,7 @@ _TOTALS = (
 _OF_THE_REQUEST = (
     "trace_no", "request_id", "endpoint", "model", "arm", "policy_name", "policy_hash", "policy", "params",
     "num_topk", "parent", "forked_at", "small_model", "large_model", "small_hash", "large_hash",
-    "router_hash", "numerics", "version", "capture",
+    "router_hash", "numerics", "version", "capture", "gateway", "user_hash",
 )  # fmt: skip
 _PROMPT = ("prompt_ids", "prompt_text", "prompt_preview")
 

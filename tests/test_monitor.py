@@ -136,7 +136,7 @@ class House:
             name = f"req-{self.count}"
             got = self.service.assign(name, user(self.count), None)
             arms.append(got.arm)
-            self.answer(name, got.arm, got.policy, wrong(got.arm))
+            self.answer(name, got.arm, got.policy, wrong(got.arm), user_hash=got.user_hash)
             if self.count % 10 == 0:
                 assert self.monitor.flush()
                 rollouts = self.service.rollouts()

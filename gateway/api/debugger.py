@@ -18,6 +18,7 @@ from gateway.api.bodies import read_body, read_query
 from gateway.api.errors import ApiError
 from gateway.api.forks import fork_request
 from gateway.api.guard import caller
+from gateway.api.inference import context_of
 from gateway.api.live import Cancelled, Failed, Live, TooLate
 from gateway.api.models import as_json
 from gateway.api.plan import overlaid
@@ -74,7 +75,7 @@ async def post_fork(request: HttpRequest, trace_id: FromPath[str]) -> Response[b
     parent = await asyncio.to_thread(reader.steps, trace_id, query.choice)
     forked = await asyncio.to_thread(fork_request, service, engine, row, parent, body)
     key = caller(request.scope["state"])
-    live = Live(engine, (replace(forked, scope=key),))
+    live = Live(engine, (replace(forked, scope=key, context=context_of(request)),))
     service.start(live, key)
     num_tokens = 0
     try:

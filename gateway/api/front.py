@@ -15,16 +15,21 @@ from gateway.api.service import REQUEST_ID, Service
 
 access_log = structlog.get_logger("access")
 BAD_ID = "x-request-id: expected 1 to 128 letters, digits, dots, underscores or hyphens"
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+GATEWAY_HEADER = b"x-tokentape-gateway"
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/fleet"})
 """Polled by machines: logged at debug level."""
 
 
 class Front:
-    """Gives every request an id and every response the header `x-request-id`; logs one line a request."""
+    """Gives every request an id and every response the header `x-request-id`, and in a fleet the gateway's
+    name; logs one line a request.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        name = service.config.fleet.name
+        self._named = [] if name is None else [(GATEWAY_HEADER, name.encode())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -49,7 +54,7 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+                headers = [*message["headers"], (b"x-request-id", state["request_id"].encode()), *self._named]
                 message = {**message, "headers": headers}
             await send(message)
 

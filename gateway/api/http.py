@@ -11,6 +11,7 @@ from litestar.types import ASGIApp
 from gateway.api import (
     debugger,
     docs,
+    fleet,
     inference,
     insight,
     models,
@@ -56,6 +57,7 @@ HANDLERS = (
     tape.compact_tape,
     tape.recover_tape,
     tape.export_tape,
+    fleet.get_fleet,
     rollouts.start_rollout,
     rollouts.list_rollouts,
     rollouts.get_rollout,

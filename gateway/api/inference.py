@@ -27,6 +27,7 @@ from gateway.api.stream import DONE, KEEP_ALIVE, EventStream, disconnected, even
 from gateway.api.tools import constraint_of, wants_grammar
 from gateway.core import Mode
 from gateway.request import Request as Planned
+from gateway.trace_context import TraceContext, read_context
 from gateway.wire import CompletionRequest, DecodingRequest
 from gateway.wire_chat import ChatRequest
 from gateway.wire_out import ChatCompletion, Completion
@@ -113,7 +114,13 @@ async def _origin(request: HttpRequest, service: Service, prefix: str, endpoint:
         if await asyncio.to_thread(service.id_is_taken, trace_id):
             raise clash(trace_id)
     request.scope["state"]["request_id"] = trace_id
-    return Origin(id=trace_id, endpoint=endpoint, received=received, scope=caller(request.scope["state"]))
+    key = caller(request.scope["state"])
+    return Origin(trace_id, endpoint, received, scope=key, context=context_of(request))
+
+
+def context_of(request: HttpRequest) -> TraceContext | None:
+    """The W3C trace that the client's call belongs to."""
+    return read_context(request.headers.get("traceparent"), request.headers.get("tracestate"))
 
 
 async def _serve(

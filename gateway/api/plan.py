@@ -14,6 +14,7 @@ from gateway.request import Request
 from gateway.routing import PolicyConflict, Routing, overlay
 from gateway.sampling import Constraint
 from gateway.text import Tokenizer
+from gateway.trace_context import TraceContext
 from gateway.wire import BodyError, CompletionRequest, DecodingRequest, fields
 
 COMPLETION_MAX_TOKENS = 16
@@ -31,22 +32,27 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The policy in force for one request, before its own `routing` keys."""
+    """The policy in force for one request, before its own `routing` keys.
+
+    user_hash: names the sticky key to the evidence of the running rollout.
+    """
 
     name: str
     policy_name: str
     policy: Policy
+    user_hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a body came from: trace id, path, when it arrived in Unix seconds, and whose cached prompts it
-    may reuse."""
+    """Where a body came from: trace id, path, when it arrived in Unix seconds, whose cached prompts it may
+    reuse, and the trace it belongs to."""
 
     id: str
     endpoint: str
     received: float
     scope: str = ""
+    context: TraceContext | None = None
 
 
 def plan_completion(
@@ -128,6 +134,8 @@ def requests_for(
             constraint=constraint,
             scope=origin.scope,
             prompt_logprobs=reads_prompt,
+            user_hash=arm.user_hash,
+            context=origin.context,
         )
         for index, prompt in enumerate(prompts)
         for i in range(n)

@@ -9,11 +9,10 @@ from litestar import Request, Response, get
 from litestar.params import FromPath
 
 from gateway.access import Scope
-from gateway.api.errors import ApiError
 from gateway.api.models import as_json
 from gateway.api.route import Route
 from gateway.api.service import service_of
-from gateway.api.traces import reader_of
+from gateway.api.traces import no_trace, reader_of
 from gateway.replay_report import ReplayReport, replay_tape, replay_trace
 
 HttpRequest = Request[Any, Any, Any]
@@ -29,8 +28,9 @@ async def replay_all(request: HttpRequest) -> Response[bytes]:
 @get("/v1/traces/{trace_id:str}/replay", opt=Route(Scope.READ, returns=ReplayReport).opt)
 async def replay_one(request: HttpRequest, trace_id: FromPath[str]) -> Response[bytes]:
     """Recompute every decision of one trace."""
-    reader = reader_of(service_of(request.app.state))
+    service = service_of(request.app.state)
+    reader = reader_of(service)
     report = await asyncio.to_thread(replay_trace, reader, trace_id)
     if report is None:
-        raise ApiError(404, f"There is no trace {trace_id[:200]!r}", param="id", code="trace_not_found")
+        raise no_trace(service, trace_id)
     return as_json(report)

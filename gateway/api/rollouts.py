@@ -10,7 +10,7 @@ import msgspec
 from litestar import Request, Response, delete, get, post
 from litestar.params import FromPath
 
-from alerts.service import AlertsService, FieldError, NotFound, WrongState
+from alerts.service import AlertsService, ControlAway, FieldError, Follows, NotFound, WrongState
 from gateway.access import Scope
 from gateway.api.bodies import read_body
 from gateway.api.errors import ApiError
@@ -123,7 +123,12 @@ async def _call(do: Callable[[], T]) -> T:
         return await asyncio.to_thread(do)
     except FieldError as error:
         raise ApiError(400, str(error), param=error.param, code="invalid_value") from None
+    except Follows as error:
+        raise ApiError(409, str(error), code="not_control") from None
     except WrongState as error:
         raise ApiError(409, str(error), code="wrong_state") from None
+    except ControlAway as error:
+        retry = {"retry-after": "5"}
+        raise ApiError(503, f"The control is away: {error}", code="control_away", headers=retry) from None
     except NotFound as error:
         raise ApiError(404, str(error), code="not_found") from None

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from alerts.service import AlertsService
 from gateway.access import Keyring
@@ -18,9 +18,11 @@ from gateway.api.limits import Pace, Quota, too_many
 from gateway.api.live import Engine, Live
 from gateway.api.plan import Arm, Limits
 from gateway.config import Config
+from gateway.core import Finished
 from gateway.grammar import Grammars
 from gateway.metrics import Metrics
 from gateway.policy import Policy
+from gateway.request import Request
 from gateway.worker import QueueFull
 from logs.recorder import Recorder
 
@@ -29,9 +31,19 @@ REMEMBERED_IDS = 10_000
 """Ids of ended requests kept in memory, so that a clash is seen before the tape has them."""
 
 
+class Spans(Protocol):
+    """What requests tell of themselves to OpenTelemetry."""
+
+    def begin(self, requests: tuple[Request, ...]) -> tuple[Request, ...]: ...
+
+    def end(self, request_id: str, ended: tuple[Finished, ...]) -> None: ...
+
+
 @dataclass(slots=True)
 class Service:
-    """One gateway's state. engine is None until the models are loaded; recorder is None without a tape."""
+    """One gateway's state. engine is None until the models are loaded; recorder is None without a tape, and
+    telemetry unless it is configured.
+    """
 
     config: Config
     metrics: Metrics
@@ -40,6 +52,7 @@ class Service:
     alerts: AlertsService | None = None
     recorder: Recorder | None = None
     engine: Engine | None = None
+    telemetry: Spans | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     running: dict[str, Live] = field(default_factory=dict)
@@ -72,7 +85,7 @@ class Service:
         if self.alerts is None:
             return Arm(name="stable", policy_name="stable", policy=self.stable)
         given = self.alerts.assign(request_id, user, header_user)
-        return Arm(name=given.arm, policy_name=given.policy_name, policy=given.policy)
+        return Arm(given.arm, given.policy_name, given.policy, given.user_hash)
 
     def engine_or_503(self) -> Engine:
         """The engine, or ApiError 503 while the models load or the gateway drains."""
@@ -126,11 +139,15 @@ class Service:
             raise too_many("Too many requests are waiting", wait_s, "queue_full")
         self.quota.enter(key)
         self.running[live.id] = live
+        if self.telemetry is not None:
+            live.requests = self.telemetry.begin(live.requests)
         try:
             live.start()
         except BaseException as error:
             del self.running[live.id]
             self.quota.leave(key, 0)
+            if self.telemetry is not None:
+                self.telemetry.end(live.id, ())
             if isinstance(error, QueueFull):
                 raise too_many("Too many requests are waiting", wait_s, "queue_full") from None
             raise
@@ -140,6 +157,8 @@ class Service:
         live.cancel()
         if self.running.pop(live.id, None) is not None:
             self.quota.leave(key, num_tokens)
+            if self.telemetry is not None:
+                self.telemetry.end(live.id, tuple(live.ended))
         for finished in live.ended:
             self.pace.saw(finished.timings)
         self._ended[live.id] = None

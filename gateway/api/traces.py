@@ -39,6 +39,7 @@ async def list_traces(request: HttpRequest) -> Response[bytes]:
         q=query.q,
         min_guard_hits=query.min_guard_hits,
         max_acceptance=query.max_acceptance,
+        gateway=query.gateway,
     )
     try:
         data, next_cursor = await asyncio.to_thread(reader.traces, query.limit, query.cursor, filters)
@@ -89,8 +90,22 @@ async def summary(service: Service, trace_id: str) -> dict[str, Any]:
 
     found = await asyncio.to_thread(read)
     if found is None:
-        raise ApiError(404, f"There is no trace {trace_id[:200]!r}", param="id", code="trace_not_found")
+        raise no_trace(service, trace_id)
     return found
+
+
+def no_trace(service: Service, trace_id: str) -> ApiError:
+    """404; in a fleet the trace may still be open on another gateway, which its response named."""
+    fleet = service.config.fleet
+    elsewhere = (
+        f" on this gateway ({fleet.name}). What another gateway answered (its response said which, in "
+        f"x-tokentape-gateway) can be read there, and here about {2 * fleet.close_s:g} s after its end"
+        if fleet.share is not None
+        else ""
+    )
+    return ApiError(
+        404, f"There is no trace {trace_id[:200]!r}{elsewhere}", param="id", code="trace_not_found"
+    )
 
 
 def check_choice(found: dict[str, Any], choice: int) -> None:
