@@ -1,0 +1,244 @@
+"""Two gateways and their control, killed and restarted in turn under load: one tape afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from process import Serving, free_port
+
+from alerts.rollout import arm_of
+from gateway import cli
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+KEY = "tt-fleet-test"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+NAMES = ("control", "east", "west")
+ROLLOUT = {
+    "name": "looser", "canary": {"threshold": 0.3}, "weight": 0.5, "steps": [0.5], "min_units": 100_000,
+    "min_step_s": 0.0,
+}  # fmt: skip
+
+
+class Member:
+    """One gateway of the fleet, on a port of its own for life."""
+
+    def __init__(self, folder: Path, name: str, control: str | None) -> None:
+        self.name = name
+        self.folder = folder / name
+        self.folder.mkdir()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = self.folder / "config.toml"
+        follow = f'control = "{control}"\n' if control else ""
+        config.write_text(
+            f'[fleet]\nname = "{name}"\nshare = "{folder / "share"}"\nclose_s = 1.0\nsilent_s = 3.0\n{follow}'
+            f"[engine]\nmax_model_len = 512\n[alerts]\ninterval_s = 0.2\n"
+        )
+        self.config = str(config)
+        self.start()
+
+    def start(self) -> None:
+        """Start, or start again."""
+        self.process = Serving(
+            self.folder / "data", "--no-ui", "--config", self.config, "--port", str(self.port)
+        )
+
+    def get(self, path: str) -> Any:
+        """A GET that must succeed."""
+        return (
+            httpx.get(self.url + path, headers=HEADERS, timeout=30, trust_env=False).raise_for_status().json()
+        )
+
+
+@contextmanager
+def fleet(folder: Path) -> Iterator[dict[str, Member]]:
+    """control, and east and west that follow it."""
+    members: dict[str, Member] = {}
+    try:
+        for name in NAMES:
+            control = members["control"].url if members else None
+            members[name] = Member(folder, name, control)
+        yield members
+    finally:
+        for member in members.values():
+            member.process.stop()
+
+
+class Load:
+    """Clients that go from gateway to gateway and write down what they got."""
+
+    def __init__(self, members: dict[str, Member], salt: str) -> None:
+        self.members = members
+        self.salt = salt
+        self.numbers = itertools.count()
+        self.done: dict[str, tuple[str, str, str, str]] = {}
+        self.failed: dict[str, tuple[str, float, float]] = {}
+        self.lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.threads = [threading.Thread(target=self._run, args=(name,)) for name in NAMES for _ in range(2)]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, first: str) -> None:
+        with httpx.Client(headers=HEADERS, timeout=30, trust_env=False) as http:
+            for name in itertools.cycle([first, *(n for n in NAMES if n != first)]):
+                if self.stopped.is_set():
+                    return
+                self._ask(http, name)
+
+    def _ask(self, http: httpx.Client, name: str) -> None:
+        number = next(self.numbers)
+        trace, user = f"t-{number}", f"user-{number % 20}"
+        body = {"model": "tiny", "prompt": f"{number} times", "max_tokens": 16, "seed": number, "user": user}
+        sent = time.monotonic()
+        try:
+            answer = http.post(
+                f"{self.members[name].url}/v1/completions", json=body, headers={"x-request-id": trace}
+            )
+        except httpx.HTTPError:
+            with self.lock:
+                self.failed[trace] = (name, sent, time.monotonic())
+            time.sleep(0.05)
+            return
+        assert answer.status_code == 200, answer.text
+        served = answer.headers["x-tokentape-gateway"]
+        with self.lock:
+            self.done[trace] = (
+                served,
+                user,
+                answer.json()["routing"]["arm"],
+                answer.json()["choices"][0]["text"],
+            )
+
+    def stop(self) -> None:
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+
+
+def wait_until(what: Any, seconds: float = 30.0) -> None:
+    """Poll until it holds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_killed_and_restarted_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENTAPE_API_KEY", KEY)
+    monkeypatch.setenv("TOKENTAPE_CONTROL_KEY", KEY)
+    down: list[tuple[str, float, float]] = []
+    with fleet(tmp_path) as members:
+        control = members["control"]
+        answer = httpx.post(
+            f"{control.url}/v1/rollouts", json=ROLLOUT, headers=HEADERS, timeout=30, trust_env=False
+        )
+        salt = answer.raise_for_status().json()["salt"]
+        started = control.get("/v1/rollouts/looser")["started"]
+        etag = httpx.get(f"{control.url}/v1/fleet", headers=HEADERS, trust_env=False).headers["etag"]
+        # Followers pass reads on, refuse writes by name, and cannot be followed themselves.
+        assert members["east"].get("/v1/rollouts")["data"][0]["salt"] == salt
+        for method, path in (
+            ("POST", "/v1/rollouts"),
+            ("POST", "/v1/rollouts/looser/abort"),
+            ("GET", "/v1/fleet"),
+        ):
+            body = ROLLOUT if path == "/v1/rollouts" else None
+            refused = httpx.request(
+                method, members["east"].url + path, json=body, headers=HEADERS, trust_env=False
+            )
+            assert refused.status_code == 409
+            assert control.url in refused.json()["error"]["message"]
+        wait_until(lambda: _followed(members, etag))
+
+        load = Load(members, salt)
+        for name in NAMES:
+            time.sleep(1.0)
+            member, at = members[name], time.monotonic()
+            member.process.kill()
+            member.start()
+            down.append((name, at, time.monotonic()))
+        time.sleep(1.0)
+        load.stop()
+
+        # Only what was on a gateway while it was down is lost.
+        for trace, (name, sent, failed) in load.failed.items():
+            assert any(n == name and sent <= until and failed >= at for n, at, until in down), trace
+        assert len(load.done) > 50
+        # One arm a user, by the same salt everywhere; the rollout went on as it was.
+        assert {arm for _, _, arm, _ in load.done.values()} == {"stable", "canary"}
+        for served, user, arm, _ in load.done.values():
+            assert arm == arm_of(salt, user, 0.5), (served, user)
+        rollout = control.get("/v1/rollouts/looser")
+        assert (rollout["salt"], rollout["started"], rollout["verdict"]) == (salt, started, "progressing")
+        assert [t["event"] for t in rollout["history"]] == ["started"]
+
+        # Traces are closed and sent; then each gateway has all of them, as they were told to the clients.
+        def everywhere() -> bool:
+            return all(_ids(member) >= load.done.keys() for member in members.values())
+
+        wait_until(everywhere)
+        listed = _listed(control)
+        assert {t: (row["gateway"], row["answer_text"]) for t, row in listed.items() if t in load.done} == {
+            t: (served, text) for t, (served, _, _, text) in load.done.items()
+        }
+        assert set(NAMES) == {row["gateway"] for row in listed.values()}
+        for member in members.values():
+            assert cli.main(["replay", "--all", "--url", member.url]) == 0
+            assert capsys.readouterr().out.endswith(", 0 mismatches\n")
+        # The evidence of the control comes from all gateways: users of which some were served elsewhere only.
+        assert sum(control.get("/v1/rollouts/looser")["units"].values()) > 0
+
+        # A trace that is still open elsewhere: the refusal says where to ask.
+        missing = httpx.get(f"{members['east'].url}/v1/traces/none", headers=HEADERS, trust_env=False)
+        assert missing.status_code == 404
+        assert "x-tokentape-gateway" in missing.json()["error"]["message"]
+
+        # Without the control everybody falls back to stable, and says so.
+        members["control"].process.kill()
+        wait_until(lambda: _alert(members["east"]) == ["ControlSilent"])
+        probe = Load.__new__(Load)
+        probe.members, probe.done, probe.failed, probe.lock = members, {}, {}, threading.Lock()
+        probe.numbers = itertools.count(10_000)
+        with httpx.Client(headers=HEADERS, timeout=30, trust_env=False) as http:
+            for _ in range(20):
+                probe._ask(http, "east")
+        assert {arm for _, _, arm, _ in probe.done.values()} == {"stable"}
+    # The share alone is the tape of all.
+    assert cli.main(["replay", "--all", "--data-dir", str(tmp_path / "share")]) == 0
+    assert capsys.readouterr().out.endswith(", 0 mismatches\n")
+
+
+def _followed(members: dict[str, Member], etag: str) -> bool:
+    files = [members[name].folder / "data" / "followed.json" for name in ("east", "west")]
+    return all(file.exists() and "looser" in file.read_text() for file in files)
+
+
+def _ids(member: Member) -> set[str]:
+    return set(_listed(member))
+
+
+def _listed(member: Member) -> dict[str, dict[str, Any]]:
+    found, cursor = {}, None
+    while True:
+        page = member.get("/v1/traces?limit=500" + (f"&cursor={cursor}" if cursor else ""))
+        for row in page["data"]:
+            found[row["id"]] = row | {"answer_text": row["answer_preview"]}
+        cursor = page["next_cursor"]
+        if cursor is None:
+            return found
+
+
+def _alert(member: Member) -> list[str]:
+    return [a["name"] for a in member.get("/v1/alerts")["data"] if a["state"] == "firing"]
