@@ -11,7 +11,7 @@ COPY gateway gateway
 COPY logs logs
 COPY alerts alerts
 COPY replay_ui replay_ui
-RUN /opt/venv/bin/python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -c constraints.txt .
+RUN /opt/venv/bin/python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -c constraints.txt ".[otel]"
 
 FROM python:${PYTHON}-slim
 # The int8 kernels are compiled for the machine's own processor at the first start.
@@ -19,8 +19,8 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home tokentape \
-    && mkdir /data /cache \
-    && chown tokentape /data /cache
+    && mkdir /data /cache /share \
+    && chown tokentape /data /cache /share
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ L = TypeVar("L")
 WORKLOADS = ("chat", "code", "copy", "long")
 MAX_MODEL_LEN = 2048
 SYNTHETIC_TOKENS = 128
+SIZING_PROMPTS = 8
+SIZING_TOKENS = 64
 
 
 def add_to(commands: Commands) -> None:
@@ -55,6 +58,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--agreement", type=float, default=0.85, metavar="X", help="of --synthetic models (default 0.85)"
     )
+    parser.add_argument(
+        "--sizing", type=int, metavar="N", help="instead: what N answers at a time take, by the cost model"
+    )
     parser.set_defaults(run=run)
 
 
@@ -62,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns 0."""
     for name, value in QUIET_OPENMP.items():
         os.environ.setdefault(name, value)
+    if arguments.sizing is not None and arguments.sizing < 1:
+        raise ConfigError("--sizing: at least 1")
     rows = _numbers(arguments.rows)
     names = _named(arguments.workloads, "--workloads", WORKLOADS)
     overrides: dict[str, Any] = {"engine.max_rows": max(rows), "engine.max_model_len": MAX_MODEL_LEN}
@@ -78,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     loaded, workloads = _load(arguments, config, names, max(rows))
     bench = Bench(loaded, MAX_MODEL_LEN)
     print(f"{loaded.served.small_model} + {loaded.served.large_model}, {loaded.served.numerics}")
+    if arguments.sizing is not None:
+        return _sizing(arguments, bench, rows, workloads[0])
     print(header(), flush=True)
     cells = [(w, num, arguments.tokens or w.max_tokens) for w in workloads for num in rows]
     lines: list[Line] = []
@@ -102,6 +112,30 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
         if not settings:
             raise ConfigError("--settings: no setting has such a name")
     return settings
+
+
+def _sizing(arguments: argparse.Namespace, bench: Bench, rows: list[int], workload: Workload) -> int:
+    """The sizing table: shares measured on a few prompts of the workload, passes timed on this machine."""
+    from gateway.bench.runs import Setting
+    from gateway.bench.sizing import header, line, measured_shares, sizes
+    from gateway.policy import Policy
+
+    setting = Setting("exact", Policy(lookup=False))
+    prompts, tokens = workload.prompts[:SIZING_PROMPTS], arguments.tokens or SIZING_TOKENS
+    shares = measured_shares(bench, setting, prompts, tokens)
+    print(
+        f"exact without lookup, {workload.name}: {shares.keep:.0%} of {shares.proposals} proposals kept, "
+        f"{shares.hit:.0%} of those examined accepted"
+    )
+    print(header(arguments.sizing))
+    assert bench.loaded.costs is not None, "a pair that was loaded to be timed"
+    found = list(sizes(bench.loaded.costs, shares, rows, arguments.sizing))
+    for size in found:
+        print(line(size))
+    if arguments.json is not None:
+        about = {"shares": asdict(shares), "demand": arguments.sizing, "sizes": [s.as_dict() for s in found]}
+        arguments.json.write_text(json.dumps(about, indent=1), encoding="utf-8")
+    return 0
 
 
 def _peers(arguments: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ cost curve extra tokens are nearly free and drafts pay; above it they are full p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gateway.core import Tier
@@ -55,6 +55,21 @@ class CostTable:
         i = min(max(bisect_left(xs, num_tokens), 1), len(xs) - 1)
         share = (num_tokens - xs[i - 1]) / (xs[i] - xs[i - 1])
         return max(ys[0], ys[i - 1] + share * (ys[i] - ys[i - 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round of draft and verify is expected to come to: tokens a row, ms of each model's passes."""
+
+    drafts: int
+    tokens: float
+    small_ms: float
+    large_ms: float
+
+    @property
+    def per_ms(self) -> float:
+        """Tokens a row and millisecond."""
+        return self.tokens / (self.small_ms + self.large_ms)
 
 
 class Load:
@@ -118,21 +133,29 @@ class Load:
         return self._best[num_rows]
 
     def _find_best(self, num_rows: int) -> tuple[int, float]:
-        alone = 1 / self._ms(Tier.LARGE, num_rows)
+        alone = self.large_only(num_rows)
+        best, speed = 0, 1.0
+        for expected in self.rounds(num_rows):
+            if expected.per_ms > speed * alone.per_ms:
+                best, speed = expected.drafts, expected.per_ms / alone.per_ms
+        return best, speed
+
+    def large_only(self, num_rows: int) -> Round:
+        """One token of the large model for each row."""
+        return Round(0, 1.0, 0.0, self._ms(Tier.LARGE, num_rows))
+
+    def rounds(self, num_rows: int) -> Iterator[Round]:
+        """What rounds of at most 1, 2, ... drafts come to while num_rows decode."""
         good, small = self.keep * self.hit, self._ms(Tier.SMALL, num_rows)
         # The first proposal also reads the large model's last token.
         small_ms = self._ms(Tier.SMALL, 2 * num_rows)
         tokens, reach, drafted = 1.0, 1.0, 0.0
-        best, speed = 0, 1.0
         for k in range(1, self.longest + 1):
             tokens += good**k
             drafted += reach * self.keep
-            ms = small_ms + self._ms(Tier.LARGE, num_rows * (1 + drafted))
-            if tokens / ms > speed * alone:
-                best, speed = k, tokens / ms / alone
+            yield Round(k, tokens, small_ms, self._ms(Tier.LARGE, num_rows * (1 + drafted)))
             reach *= self.keep
             small_ms += reach * small
-        return best, speed
 
     def saw_proposal(self, kept: bool) -> None:
         """The router kept, or deferred, a proposal of the small model."""

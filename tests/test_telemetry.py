@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -25,7 +24,6 @@ from serving import TINY, FakeGateway, fake_gateway
 from tape_fakes import finished, request, step
 
 from gateway import cli, genai
-from gateway.affinity import affinity_headers, affinity_key, replica_of
 from gateway.config import OtelConfig
 from gateway.core import Counts, FinishReason, PassRecord, Tick, Tier
 from gateway.telemetry import Telemetry, telemetry
@@ -288,30 +286,3 @@ def test_without_the_extra_the_start_is_refused_by_key(
 def test_off_it_is_not_even_loaded() -> None:
     code = "import sys, gateway.app; sys.exit(any(m.startswith('opentelemetry') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_row_stays_on_its_replica() -> None:
-    replicas = [f"http://engine-{i}:8000" for i in range(5)]
-    keys = [affinity_key(request(f"r{i}", params={})) for i in range(2000)]
-    before = [replica_of(key, replicas) for key in keys]
-    share = [before.count(url) / len(keys) for url in replicas]
-    assert all(0.16 < s < 0.24 for s in share)
-    # A replica that goes moves its own keys only.
-    after = [replica_of(key, replicas[:-1]) for key in keys]
-    assert all(a == b for a, b in zip(after, before, strict=True) if b != replicas[-1])
-    assert replica_of(keys[0], replicas[::-1]) == before[0]
-
-
-def test_who_shares_a_replica() -> None:
-    key = affinity_key
-    assert key(request("a", params={})) == key(request("a", choice=3, params={}))
-    assert key(request("b", parent="a", params={})) == key(request("a", params={}))
-    assert key(request("a", params={"user": "u"})) == key(request("b", params={"user": "u"}))
-    assert key(request("a", params={"user": "u", "prompt_cache_key": "p"})) == key(
-        request("b", params={"prompt_cache_key": "p"})
-    )
-    assert key(request("a", params={"user": "u"}, scope="k1")) != key(request("a", params={"user": "u"}))
-    sent = affinity_headers(request("a", params={"user": "üser\r\nx: y"}))
-    assert set(sent) == {"x-session-id", "x-smg-routing-key"}
-    assert all(value.isalnum() and len(value) == 32 for value in sent.values())
-    assert httpx.Headers(sent)

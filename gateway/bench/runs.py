@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from gateway.core import Mode, Sampling, Tick, Tier
@@ -82,9 +82,14 @@ class Bench:
         ]
 
     def run(
-        self, setting: Setting, prompts: Sequence[str], max_tokens: int, num_rows: int | None = None
+        self,
+        setting: Setting,
+        prompts: Sequence[str],
+        max_tokens: int,
+        num_rows: int | None = None,
+        on_tick: Callable[[Tick], None] = lambda _: None,
     ) -> Measured:
-        """All prompts to the end, num_rows at a time (by default all at once)."""
+        """All prompts to the end, num_rows at a time (by default all at once); on_tick sees every tick."""
         load = None
         if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
             load = Load(self.loaded.costs)
@@ -96,7 +101,9 @@ class Bench:
             engine.add(request)
         gathered = _Gathered(time.perf_counter())
         while not engine.idle:
-            gathered.take(engine.tick(), time.perf_counter())
+            tick = engine.tick()
+            gathered.take(tick, time.perf_counter())
+            on_tick(tick)
         return gathered.measured()
 
 
