@@ -99,7 +99,7 @@ def policy_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple
     """(setting, left, right) for every setting that differs, and who served."""
     rows = [
         (name.replace("_", " "), str(a.get(name)), str(b.get(name)))
-        for name in ("arm", "policy_name", "small_model", "large_model", "numerics", "seed")
+        for name in ("arm", "policy_name", "small_model", "large_model", "numerics", "seed", "gateway")
         if a.get(name) != b.get(name)
     ]
     left, right = a.get("policy"), b.get("policy")

@@ -13,7 +13,7 @@ AGES = {"1 h": 3600.0, "24 h": 86400.0, "7 d": 604800.0}
 
 COLUMNS = (
     ("time", "when the request came; hover for UTC"),
-    ("prompt", "start of the last user message"),
+    ("prompt", "start of the last user message; hover for the id and, in a fleet, the gateway"),
     ("arm", "stable or canary"),
     ("policy", "name and the start of its hash"),
     ("tokens", "output tokens"),
@@ -37,8 +37,9 @@ def filters(query: Mapping[str, Any]) -> dict[str, str]:
     ):
         if query.get(name) in allowed:
             kept[name] = str(query[name])
-    if query.get("q"):
-        kept["q"] = str(query["q"])
+    for name in ("q", "gateway"):
+        if query.get(name):
+            kept[name] = str(query[name])
     for name, most in (("min_guard_hits", 1e9), ("max_acceptance", 1.0)):
         try:
             value = float(query.get(name, ""))
@@ -82,14 +83,15 @@ def _cells(s: Mapping[str, Any], tz: tzinfo) -> list[dict[str, Any] | None]:
     share = view.small_share(counts)
     spark = [0.0 if v is None else v for v in s.get("gap_spark") or []]
     number = "number"
+    where = f"{s['id']} on {s['gateway']}" if s.get("gateway") else str(s["id"])
     return [
         {"text": view.clock(s.get("received"), tz), "title": view.utc(s.get("received"))},
-        {"text": plain(visible(preview, 160)), "kind": "text", "title": str(s["id"])}
+        {"text": plain(visible(preview, 160)), "kind": "text", "title": where}
         if preview
         else {
             "text": "empty" if s.get("prompt_preview") is not None else "not recorded",
             "kind": "dim",
-            "title": str(s["id"]),
+            "title": where,
         },
         {"text": str(s.get("arm") or view.DASH)},
         {"text": f"{s.get('policy_name') or '?'}@{str(s.get('policy_hash') or '')[:4]}"},

@@ -79,7 +79,12 @@ class TapeTransport(httpx.BaseTransport):
                 attached = False
         for table, key in _KEYS.items():
             sources = [f"SELECT * FROM live.{table}"] if attached else []
-            closed = sorted((self.directory / "segments" / table).glob("dt=*/*.parquet"))
+            # Its own segments, and in a fleet the copies of others'.
+            closed = [
+                path
+                for folder in (self.directory, *sorted((self.directory / "fleet").glob("*")))
+                for path in sorted((folder / "segments" / table).glob("dt=*/*.parquet"))
+            ]
             if closed:
                 names = ", ".join("'" + str(path).replace("'", "''") + "'" for path in closed)
                 sources.append(
@@ -104,6 +109,7 @@ def _page(tape: duckdb.DuckDBPyConnection, params: httpx.QueryParams) -> dict[st
         "min_guard_hits": "guard_hits >= ?",
         "max_acceptance": "draft_acceptance_rate <= ?",
         "cursor": "trace_no < ?",
+        "gateway": "gateway = ?",
     }
     used = [(clauses[name], value) for name, value in params.items() if name in clauses]
     if params.get("q"):

@@ -66,7 +66,9 @@ def fake_gateway(
     clock: Callable[[], float] = time.time,
 ) -> Iterator[FakeGateway]:
     """A gateway without models; with a tape when data_dir is given."""
-    recorder = Recorder(data_dir) if data_dir is not None else None
+    recorder = None
+    if data_dir is not None:
+        recorder = Recorder(data_dir, gateway=config.fleet.name, share=config.fleet.share)
     metrics = Metrics()
     worker = FakeWorker(observers=[metrics] if recorder is None else [recorder, metrics])
     service = Service(

@@ -168,6 +168,14 @@ def test_one_member_rules_and_the_other_follows_it() -> None:
     assert east.key_env in COMPOSE["services"]["west"]["environment"]
 
 
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_have_their_large_model_on_the_engine(name: str) -> None:
+    given = COMPOSE["services"][name]["environment"]
+    assert given["TOKENTAPE_REMOTE_ENGINE"] == "openai"
+    assert given["TOKENTAPE_REMOTE_BASE_URL"] == f"http://engine:{Config().server.port}"
+    assert given["TOKENTAPE_REMOTE_API_KEY_ENV"] in COMPOSE["services"]["engine"]["environment"]
+
+
 def test_members_share_a_folder_and_nothing_else_that_they_write() -> None:
     mounted = {
         name: dict(volume.split(":")[::-1] for volume in COMPOSE["services"][name]["volumes"])

@@ -20,6 +20,13 @@ def test_filters_come_from_the_url_and_nonsense_stays_out() -> None:
     }
 
 
+def test_in_a_fleet_a_row_says_who_served_it() -> None:
+    columns = simulate(pieces(TEXT), Policy(protect_first=4), seed=5)
+    made = listing.rows([summary("x", columns, Policy(), gateway="west")], UTC)[0]["cells"][1]
+    assert made["title"] == "x on west"
+    assert listing.filters({"gateway": "west"}) == {"gateway": "west"}
+
+
 def test_an_age_is_asked_as_since() -> None:
     assert listing.ask({"age": "1 h", "arm": "stable"}, now=10_000) == {"since": "6400", "arm": "stable"}
 

@@ -40,6 +40,19 @@ def test_the_newest_first_page_by_page(tape: Path) -> None:
     assert cursor is None
 
 
+def test_a_fleets_share_is_read_as_one_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, name in enumerate(("east", "west")):
+        recorder = Recorder(tmp_path / name, gateway=name, share=str(tmp_path / "share"))
+        record(recorder, Script(Policy(), seed=seed, request_id=f"of-{name}").run())
+        recorder.close()
+    monkeypatch.setenv("TOKENTAPE_LOGS_DATA_DIR", str(tmp_path / "share"))
+    gateway = Gateway(DOWN)
+    rows, _ = gateway.traces()
+    assert [(row["id"], row["gateway"]) for row in rows] == [("of-west", "west"), ("of-east", "east")]
+    assert [row["id"] for row in gateway.traces(gateway="east")[0]] == ["of-east"]
+    assert len(gateway.steps("of-west")["seq"]) > 10
+
+
 def test_a_trace_is_what_the_tapes_own_reader_says(tape: Path) -> None:
     gateway = Gateway(DOWN)
     reader = Reader.open(tape)
