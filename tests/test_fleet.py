@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,23 +40,22 @@ class Member:
         config = self.folder / "config.toml"
         follow = f'control = "{control}"\n' if control else ""
         config.write_text(
-            f'[fleet]\nname = "{name}"\nshare = "{folder / "share"}"\nclose_s = 1.0\nsilent_s = 3.0\n{follow}'
-            f"[engine]\nmax_model_len = 512\n[alerts]\ninterval_s = 0.2\n"
+            f'[fleet]\nname = "{name}"\nshare = "{folder / "share"}"\nclose_s = 2.0\nsilent_s = 300.0\n'
+            f"{follow}[engine]\nmax_model_len = 512\n[alerts]\ninterval_s = 0.2\n"
         )
-        self.config = str(config)
+        self.config = config
         self.start()
 
     def start(self) -> None:
         """Start, or start again."""
         self.process = Serving(
-            self.folder / "data", "--no-ui", "--config", self.config, "--port", str(self.port)
+            self.folder / "data", "--no-ui", "--config", str(self.config), "--port", str(self.port)
         )
 
     def get(self, path: str) -> Any:
         """A GET that must succeed."""
-        return (
-            httpx.get(self.url + path, headers=HEADERS, timeout=30, trust_env=False).raise_for_status().json()
-        )
+        answer = httpx.get(self.url + path, headers=HEADERS, timeout=60, trust_env=False)
+        return answer.raise_for_status().json()
 
 
 @contextmanager
@@ -76,9 +75,8 @@ def fleet(folder: Path) -> Iterator[dict[str, Member]]:
 class Load:
     """Clients that go from gateway to gateway and write down what they got."""
 
-    def __init__(self, members: dict[str, Member], salt: str) -> None:
+    def __init__(self, members: dict[str, Member]) -> None:
         self.members = members
-        self.salt = salt
         self.numbers = itertools.count()
         self.done: dict[str, tuple[str, str, str, str]] = {}
         self.failed: dict[str, tuple[str, float, float]] = {}
@@ -89,35 +87,30 @@ class Load:
             thread.start()
 
     def _run(self, first: str) -> None:
-        with httpx.Client(headers=HEADERS, timeout=30, trust_env=False) as http:
-            for name in itertools.cycle([first, *(n for n in NAMES if n != first)]):
-                if self.stopped.is_set():
-                    return
-                self._ask(http, name)
+        for name in itertools.cycle([first, *(n for n in NAMES if n != first)]):
+            if self.stopped.is_set():
+                return
+            self._ask(name)
 
-    def _ask(self, http: httpx.Client, name: str) -> None:
+    def _ask(self, name: str) -> None:
         number = next(self.numbers)
         trace, user = f"t-{number}", f"user-{number % 20}"
-        body = {"model": "tiny", "prompt": f"{number} times", "max_tokens": 16, "seed": number, "user": user}
         sent = time.monotonic()
         try:
-            answer = http.post(
-                f"{self.members[name].url}/v1/completions", json=body, headers={"x-request-id": trace}
-            )
+            answer = _ask(self.members[name], trace, user)
+            if answer.status_code == 503:
+                # Listening again, its models not loaded yet.
+                answer.raise_for_status()
         except httpx.HTTPError:
             with self.lock:
                 self.failed[trace] = (name, sent, time.monotonic())
             time.sleep(0.05)
             return
         assert answer.status_code == 200, answer.text
+        body = answer.json()
         served = answer.headers["x-tokentape-gateway"]
         with self.lock:
-            self.done[trace] = (
-                served,
-                user,
-                answer.json()["routing"]["arm"],
-                answer.json()["choices"][0]["text"],
-            )
+            self.done[trace] = served, user, body["routing"]["arm"], body["choices"][0]["text"]
 
     def stop(self) -> None:
         self.stopped.set()
@@ -125,7 +118,13 @@ class Load:
             thread.join()
 
 
-def wait_until(what: Any, seconds: float = 30.0) -> None:
+def _ask(member: Member, trace: str, user: str) -> httpx.Response:
+    body = {"model": "tiny", "prompt": f"{trace} is", "max_tokens": 16, "seed": 1, "user": user}
+    headers = {**HEADERS, "x-request-id": trace}
+    return httpx.post(f"{member.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def wait_until(what: Callable[[], bool], seconds: float = 60.0) -> None:
     """Poll until it holds."""
     deadline = time.monotonic() + seconds
     while not what():
@@ -146,7 +145,6 @@ def test_killed_and_restarted_in_turn(
         )
         salt = answer.raise_for_status().json()["salt"]
         started = control.get("/v1/rollouts/looser")["started"]
-        etag = httpx.get(f"{control.url}/v1/fleet", headers=HEADERS, trust_env=False).headers["etag"]
         # Followers pass reads on, refuse writes by name, and cannot be followed themselves.
         assert members["east"].get("/v1/rollouts")["data"][0]["salt"] == salt
         for method, path in (
@@ -160,9 +158,9 @@ def test_killed_and_restarted_in_turn(
             )
             assert refused.status_code == 409
             assert control.url in refused.json()["error"]["message"]
-        wait_until(lambda: _followed(members, etag))
+        wait_until(lambda: _followed(members))
 
-        load = Load(members, salt)
+        load = Load(members)
         for name in NAMES:
             time.sleep(1.0)
             member, at = members[name], time.monotonic()
@@ -188,7 +186,7 @@ def test_killed_and_restarted_in_turn(
         def everywhere() -> bool:
             return all(_ids(member) >= load.done.keys() for member in members.values())
 
-        wait_until(everywhere)
+        wait_until(everywhere, 180.0)
         listed = _listed(control)
         assert {t: (row["gateway"], row["answer_text"]) for t, row in listed.items() if t in load.done} == {
             t: (served, text) for t, (served, _, _, text) in load.done.items()
@@ -205,22 +203,21 @@ def test_killed_and_restarted_in_turn(
         assert missing.status_code == 404
         assert "x-tokentape-gateway" in missing.json()["error"]["message"]
 
-        # Without the control everybody falls back to stable, and says so.
+        # Without the control, and after too long a silence, everybody is on stable; and it is said.
         members["control"].process.kill()
-        wait_until(lambda: _alert(members["east"]) == ["ControlSilent"])
-        probe = Load.__new__(Load)
-        probe.members, probe.done, probe.failed, probe.lock = members, {}, {}, threading.Lock()
-        probe.numbers = itertools.count(10_000)
-        with httpx.Client(headers=HEADERS, timeout=30, trust_env=False) as http:
-            for _ in range(20):
-                probe._ask(http, "east")
-        assert {arm for _, _, arm, _ in probe.done.values()} == {"stable"}
+        east = members["east"]
+        east.process.stop()
+        east.config.write_text(east.config.read_text().replace("silent_s = 300.0", "silent_s = 3.0"))
+        east.start()
+        wait_until(lambda: _alert(east) == ["ControlSilent"])
+        arms = [_ask(east, f"s-{i}", f"user-{i}").json()["routing"]["arm"] for i in range(20)]
+        assert set(arms) == {"stable"}
     # The share alone is the tape of all.
     assert cli.main(["replay", "--all", "--data-dir", str(tmp_path / "share")]) == 0
     assert capsys.readouterr().out.endswith(", 0 mismatches\n")
 
 
-def _followed(members: dict[str, Member], etag: str) -> bool:
+def _followed(members: dict[str, Member]) -> bool:
     files = [members[name].folder / "data" / "followed.json" for name in ("east", "west")]
     return all(file.exists() and "looser" in file.read_text() for file in files)
 
