@@ -25,6 +25,7 @@ MOST_BYTES = 16 * 2**20
 """Longest answer that is read; a learned router of a thousand units takes a tenth of it."""
 MOST_WAIT_S = 20.0
 RETRY_S = 1.0
+STOP_S = 1.0
 
 log = structlog.get_logger("alerts.follow")
 
@@ -87,11 +88,11 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; an answer that is being waited for is not."""
+        """End; an answer that the control holds back is not waited for, and changes nothing any more."""
         self._stopped.set()
-        self._http.close()
         if self._thread.is_alive():
-            self._thread.join(self.control.silent_s)
+            self._thread.join(STOP_S)
+        self._http.close()
 
     def ask(self, path: str) -> Any:
         """The control's JSON for a path; raises ControlAway, for what it refuses too."""
@@ -135,6 +136,8 @@ class Follower:
 
     def _hear(self, orders: Orders | None) -> None:
         assert orders is not None, "304 answers only a question that had an ETag"
+        if self._stopped.is_set():
+            return
         changed = self._orders is None or self._fallen or orders.etag != self._orders.etag
         self.heard, self._orders, self._fallen = self._clock(), orders, False
         if changed:

@@ -169,6 +169,9 @@ class Gateway:
         metrics = self.service.metrics
         metrics.watch_engine(lambda: worker.num_running, lambda: worker.num_waiting, lambda: worker.kv_usage)
         metrics.watch_tape(lambda: self._recorder.queue_depth, lambda: dict(self._recorder.dropped))
+        share = self._recorder.share
+        if share is not None:
+            metrics.watch_share(lambda: share.last_sync)
 
     def _close(self, worker: Worker | None) -> None:
         try:

@@ -118,6 +118,11 @@ class Metrics:
         self._gauge("tape_queue_depth", "Rows handed over and not yet on disk").set_function(depth)
         self.registry.register(_Dropped(dropped))
 
+    def watch_share(self, last_sync: Callable[[], float]) -> None:
+        """When a fleet's share was last in step with this gateway, Unix seconds; 0 before the first time."""
+        text = "When the fleet's share was last read and written to the end"
+        self._gauge("share_last_sync_timestamp_seconds", text).set_function(last_sync)
+
     def watch_alerts(self, samples: Callable[[], dict[Key, float]]) -> None:
         """The canary's weight, drift evidence and webhook deliveries."""
         self.registry.register(_Alerts(samples))

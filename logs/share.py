@@ -78,7 +78,7 @@ class Share:
     def __init__(self, url: str, gateway: str, data_dir: Path) -> None:
         self.url = url
         self.gateway = gateway
-        self.last_sync: float | None = None
+        self.last_sync = 0.0
         self._data_dir = data_dir
         self._unreadable: set[str] = set()
         with _as_share_error(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -175,6 +176,27 @@ def test_other_answers_are_silence(house: House, answer: httpx.Response, why: st
     with pytest.raises(ControlAway, match=why):
         house.follower.poll()
     assert (house.applied, len(house.asked)) == ([], 1)
+
+
+def test_an_end_does_not_wait_for_an_answer_that_is_held_back(tmp_path: Path) -> None:
+    asked, held = threading.Event(), threading.Event()
+
+    def respond(_: httpx.Request) -> httpx.Response:
+        asked.set()
+        held.wait(30)
+        return httpx.Response(200, content=ORDERS.body)
+
+    applied: list[Orders] = []
+    follower = Follower(
+        Control("http://control:1"), tmp_path, applied.append, transport=httpx.MockTransport(respond)
+    )
+    follower.start()
+    assert asked.wait(10)
+    follower.stop()
+    held.set()
+    follower._thread.join(10)
+    assert applied == []
+    assert not (tmp_path / "followed.json").exists()
 
 
 def test_a_sticky_user_has_one_arm_on_all() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import fsspec
@@ -119,6 +120,7 @@ def test_what_is_sent_and_taken_twice_is_there_once(fleet):
     fleet.close_segments("a", "b", "a", "b")
     done = fleet["b"].share.sync(fleet["b"].cursor())
     assert (done.sent, done.taken, done.dropped) == (0, 0, 0)
+    assert fleet["b"].share.last_sync > time.time() - 60
     assert ids(fleet["b"].reader()) == ["a1"]
 
 
