@@ -10,10 +10,14 @@ from gateway.config import Config
 from gateway.core import Tier
 from gateway.load import CostTable
 from gateway.loading import load_pair
+from gateway.prefix import PrefixCache
 from gateway.request import Served
 from gateway.scheduler import Scheduler
 from gateway.text import Tokenizer
 from gateway.tuning.run import Runner
+
+KEPT_ROWS = 512
+"""Finished rows whose keys and values are kept: the same prompts run again under the next policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +39,6 @@ def runner_for(config: Config, rows: int, max_tokens: int) -> Iterator[Machine]:
         Scheduler(config.engine.large_wait_ms / 1000, config.engine.prefill_chunk),
         rows,
         config.engine.max_model_len,
+        prefixes=PrefixCache(KEPT_ROWS),
     )
     yield Machine(Runner(engine, max_tokens), loaded.served, loaded.tokenizer, loaded.costs)
