@@ -40,6 +40,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="F", help="models, and the policy to start from")
     parser.add_argument("--preset", metavar="P", help="ready model pair: qwen-coder (default) or tiny")
     parser.add_argument("--learn", action="store_true", help="train a router and use it if it beats the gap")
+    parser.add_argument(
+        "--hidden-state", action="store_true",
+        help="with --learn: also try routers that read the small model's last hidden state",
+    )  # fmt: skip
     parser.add_argument("--tape", type=Path, metavar="D", help="with --learn: learn from its audits too")
     parser.set_defaults(run=run)
 
@@ -54,8 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("max_tokens", "rows"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: at least 1")
-    if arguments.tape is not None and not arguments.learn:
-        raise ConfigError("--tape: only with --learn")
+    for option, given in (("--tape", arguments.tape is not None), ("--hidden-state", arguments.hidden_state)):
+        if given and not arguments.learn:
+            raise ConfigError(f"{option}: only with --learn")
     if not arguments.out.absolute().parent.is_dir():
         raise ConfigError(f"--out: there is no folder {arguments.out.absolute().parent}")
     overrides = {} if arguments.preset is None else {"models.preset": arguments.preset}
@@ -84,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = Target(arguments.max_disagreement, arguments.confidence)
     prompts = read_prompts(arguments.prompts)
     parts = split(prompts, arguments.learn, target)
-    examples = None if arguments.tape is None else labelled(arguments.tape)
+    examples = None if arguments.tape is None else labelled(arguments.tape, hidden=arguments.hidden_state)
     stable = config.policies["stable"] if arguments.config is not None else None
     base = default_policy(arguments.accept, stable)
     with runner_for(config, arguments.rows, arguments.max_tokens) as machine:
@@ -94,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             "large_hash": machine.served.large_hash,
             "numerics": machine.served.numerics,
             "max_tokens": arguments.max_tokens,
+            "hidden_state": arguments.hidden_state,
         }
         done = calibrate(
             machine.runner,
@@ -103,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             target,
             machine.costs,
             learns=arguments.learn,
+            hidden=arguments.hidden_state,
             more_examples=examples,
         )
     lines = (

@@ -335,9 +335,14 @@ def load_config(
         raise ConfigError(_one_line(str(error))) from None
     for name, policy in policies.items():
         try:
-            overlay(Policy(), policy)
+            read = overlay(Policy(), policy)
         except PolicyConflict as error:
             raise ConfigError(f"policy.{name}.{error}") from None
+        if read.reads_hidden and config.logs.capture != "full":
+            # The text can be guessed from hidden states, and without them no decision replays.
+            raise ConfigError(
+                f'policy.{name}.router: it reads hidden states, which only logs.capture = "full" records'
+            )
     for name in config.calibration:
         if name not in policies:
             raise ConfigError(f"calibration.{name}: there is no [policy.{name}]")

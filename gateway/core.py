@@ -99,16 +99,18 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What the small model's distribution A says at one position; every number is a float32 value.
+    """What a model's distribution A says at one position; every number is a float32 value.
 
     top1_p: probability of its top token. gap: top1_p minus the runner-up's. entropy: nats.
     attn_entropy: nats, mean over heads of the last layer, or None where it is not measured.
+    hidden: the last hidden state as float16, little-endian, or None where nobody reads it.
     """
 
     top1_p: float
     gap: float
     entropy: float
     attn_entropy: float | None = None
+    hidden: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class TopK:
 class Step:
     """One row of the tape's `steps` table; the columns are documented in logs/README.md.
 
+    signals are the small model's, large_signals the large model's.
     A step is handed over as soon as its token is committed. What is learnt later (the small model's
     signals at a bonus position, the large model's view of a trusted token) arrives as a restated step
     with the same (request_id, choice, seq).
@@ -165,6 +168,7 @@ class Step:
     probe_u: float | None = None
     propensity: float | None = None
     fact_value: float | None = None
+    large_signals: Signals | None = None
 
     @property
     def written(self) -> bool:

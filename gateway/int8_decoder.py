@@ -55,6 +55,7 @@ class Int8Decoder:
         self.device = torch.device("cpu")
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = positions
+        self.hidden_size: int = config.hidden_size
         self.cache_shape = CacheShape(
             config.num_hidden_layers, config.num_key_value_heads, head_dim(config), torch.bfloat16
         )
@@ -71,7 +72,7 @@ class Int8Decoder:
     def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward:
         """One pass over the flat tokens of all feeds."""
         layout = Layout(feeds, cache.block_size, self.device)
-        logits, attn_entropy = self._decoder.forward(
+        logits, attn_entropy, hidden = self._decoder.forward(
             layout.tokens,
             layout.positions,
             layout.rows,
@@ -80,7 +81,7 @@ class Int8Decoder:
             cache.values,
             layout.wanted,
         )
-        return Forward(logits, attn_entropy)
+        return Forward(logits, attn_entropy, hidden)
 
 
 def _quantize(layer: Layer) -> kernels.LayerWeights:

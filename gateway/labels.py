@@ -28,6 +28,7 @@ def label(row: Row, seq: int, reading: Reading) -> Step:
     learnt: dict[str, Any] = {
         "large_topk": reading.topk,
         "large_choice": reading.token,
+        "large_signals": reading.signals,
         "p_large": reading.p_draft,
         "audit_source": "catchup" if row.finished is None else "posthoc",
     }

@@ -22,10 +22,12 @@ class Feed:
 
 class Forward(NamedTuple):
     """What a pass gives at the wanted positions: logits float32 [wanted, vocab]; attn_entropy float32
-    [wanted], nats: entropy of the last layer's attention, mean over heads; None where it is not measured."""
+    [wanted], nats: entropy of the last layer's attention, mean over heads; hidden [wanted, hidden]: the last
+    layer's output behind the final norm, which the head reads. None where they are not measured."""
 
     logits: Tensor
     attn_entropy: Tensor | None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
     loaded = load_pair(config, timed=_adapts(config))
     check_calibrated(config, loaded.served)
+    check_probes(config, loaded.small.hidden_size)
     engine = config.engine
     worker = Worker(
         loaded.engine(
@@ -203,6 +204,16 @@ def check_calibrated(config: Config, served: Served) -> None:
                 policy=name,
                 calibrated={"policy_hash": calibration.policy_hash, "numerics": calibration.numerics},
                 served={"policy_hash": policy_hash, "numerics": served.numerics},
+            )
+
+
+def check_probes(config: Config, hidden_size: int) -> None:
+    """Raise ConfigError where a router reads hidden states of another width than the small model's."""
+    for name, policy in config.policies.items():
+        width = len(policy.router.probe) if policy.router is not None else 0
+        if width not in (0, hidden_size):
+            raise ConfigError(
+                f"policy.{name}.router: it reads {width} hidden values, the small model has {hidden_size}"
             )
 
 

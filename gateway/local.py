@@ -38,10 +38,11 @@ class Local:
         """One forward over all jobs; ms is the forward's."""
         feeds = [Feed(job.blocks, job.start, job.tokens, len(job.asks)) for job in jobs]
         began = time.perf_counter()
-        logits, attn_entropy = self.model.forward(feeds)
+        logits, attn_entropy, hidden = self.model.forward(feeds)
         ms = (time.perf_counter() - began) * 1e3
         asks = [ask for job in jobs for ask in job.asks]
-        flat = iter(read(logits[:, : self.vocab_size], asks, attn_entropy, self.model.summarize))
+        said = read(logits[:, : self.vocab_size], asks, attn_entropy, hidden, self.model.summarize)
+        flat = iter(said)
         return Scored([[next(flat) for _ in job.asks] for job in jobs], ms)
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:

@@ -41,6 +41,7 @@ class Decoder(Protocol):
     vocab_size: int
     max_positions: int | None
     num_spare_blocks: int
+    hidden_size: int
     cache_shape: CacheShape
 
     def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward: ...
@@ -88,6 +89,11 @@ class CausalLM:
     def vocab_size(self) -> int:
         """Width of the logits; a padded head is wider than the tokenizer."""
         return self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a hidden state; 0 where the decoder does not tell any."""
+        return self.decoder.hidden_size
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -74,6 +74,15 @@ class Policy:
         return self.mode in (Mode.ROUTED, Mode.SHADOW) and self.accept is not Accept.TRUST
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether the score reads the small model's last hidden state."""
+        return self.router is not None and bool(self.router.probe)
+
+    def can_score(self, signals: Signals) -> bool:
+        """Whether the signals hold all that the score reads."""
+        return self.router is None or self.router.can_read(signals)
+
+    @property
     def hash(self) -> str:
         """12 hex digits naming these settings; equal settings hash alike."""
         text = json.dumps(asdict(self), sort_keys=True)

@@ -18,7 +18,7 @@ from gateway.router import Router
 
 COLUMNS = (
     "idx", "seq", "draft_pos", "token_id", "tier", "action", "reason", "score", "threshold", "top1_p",
-    "gap", "entropy", "attn_entropy", "run_length", "ema_acceptance", "draft_limit", "guard_value",
+    "gap", "entropy", "attn_entropy", "hidden", "run_length", "ema_acceptance", "draft_limit", "guard_value",
     "large_used", "probe_u", "fact_value", "small_choice", "large_choice", "outcome", "audit_agrees",
 )  # fmt: skip
 """The columns of `steps` that replay reads."""
@@ -126,6 +126,7 @@ class Rows:
         self.gap = _numbers(steps, "gap")
         self.entropy = _numbers(steps, "entropy")
         self.attn_entropy = _numbers(steps, "attn_entropy")
+        self.hidden: list[bytes | None] = steps["hidden"].to_pylist()
         self.run_length = _numbers(steps, "run_length")
         self.ema_acceptance = _numbers(steps, "ema_acceptance")
         self.draft_limit = _numbers(steps, "draft_limit")
@@ -146,7 +147,14 @@ class Rows:
         top1_p, gap, entropy = self.top1_p[i], self.gap[i], self.entropy[i]
         if gap is None or entropy is None or top1_p is None:
             return None
-        return Signals(top1_p, gap, entropy, self.attn_entropy[i])
+        return Signals(top1_p, gap, entropy, self.attn_entropy[i], self.hidden[i])
+
+
+def _lacking(policy: Policy, signals: Signals | None) -> str:
+    """The column without which the policy cannot decide; empty where nothing is missing."""
+    if signals is None:
+        return "gap"
+    return "" if policy.can_score(signals) else "hidden"
 
 
 class _Written:
@@ -170,13 +178,14 @@ class _Written:
         state = self.history.state(proposal, rows.draft_limit[i], rows.probe_u[i], rows.fact_value[i])
         guard = state.guard_value
         signals = rows.signals(i)
-        if guard != rows.guard_value[i] or signals is None:
+        lacking = _lacking(self.policy, signals)
+        if signals is None or lacking or guard != rows.guard_value[i]:
             early = decide_early(self.policy, state)
             if early is not None:
                 # Decided before the small model spoke, so no n-gram was looked up.
                 return _differences(rows, i, state, 0.0, early)
-            if signals is None:
-                return [(i, "gap", None, "needed to decide")]
+            if signals is None or lacking:
+                return [(i, lacking, None, "needed to decide")]
             if proposal is None or self.blind:
                 guard = rows.guard_value[i]
                 state = replace(state, guard_value=guard)
@@ -229,8 +238,9 @@ class _Shadow:
     def compare(self, i: int) -> Iterable[Found]:
         rows = self.rows
         signals = rows.signals(i)
-        if signals is None:
-            return [(i, "gap", None, "needed to decide")]
+        lacking = _lacking(self.policy, signals)
+        if signals is None or lacking:
+            return [(i, lacking, None, "needed to decide")]
         state = self.history.state(
             rows.small_choice[i], rows.draft_limit[i], rows.probe_u[i], rows.fact_value[i]
         )

@@ -22,6 +22,7 @@ class Request:
 
     prompt_ids: at least one token. policy: resolved, overrides applied. params: the client's own body
     fields, as received, for the tape. num_topk: how many top tokens of each model a step carries (>= 2).
+    keep_hidden: whether steps carry the small model's hidden states even where the policy reads none.
     audited: whether unverified tokens are shown to the large model after the answer is sent.
     scope: whose earlier prompts and answers may be reused for this request (a hash of the API key).
     constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
@@ -45,6 +46,7 @@ class Request:
     model: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     num_topk: int = 5
+    keep_hidden: bool = False
     parent: str | None = None
     forked_at: int | None = None
     audited: bool = False

@@ -17,10 +17,11 @@ def save_router(path: Path, router: Router) -> None:
     tensors = {
         "mean": _array(router.mean),
         "scale": _array(router.scale),
-        "hidden": np.array(router.hidden, dtype=np.float32).reshape(-1, len(FEATURES)),
+        "hidden": np.array(router.hidden, dtype=np.float32).reshape(-1, len(router.mean)),
         "hidden_bias": _array(router.hidden_bias),
         "output": _array(router.output),
         "bias": _array((router.bias,)),
+        "probe": _array(router.probe),
     }
     save_file(tensors, path, metadata={"features": json.dumps(FEATURES)})
 

@@ -264,7 +264,8 @@ class Row:
         if position < sampling.min_tokens:
             ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.tokenizer.eos_ids)
             banned = tuple(sorted(ends))
-        penalty = self.request.policy.small_repetition_penalty if tier is Tier.SMALL else 1.0
+        small, policy = tier is Tier.SMALL, self.request.policy
+        penalty = policy.small_repetition_penalty if small else 1.0
         shaped = sampling.shapes_logits or penalty != 1.0
         return Ask(
             sampling=sampling,
@@ -277,6 +278,7 @@ class Row:
             small_penalty=penalty,
             banned=banned,
             mask=self._mask(position),
+            hidden=small and (self.request.keep_hidden or policy.reads_hidden),
         )
 
     def _mask(self, position: int) -> Tensor | None:

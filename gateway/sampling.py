@@ -43,6 +43,7 @@ class Ask:
     output: the choice's output tokens before this position, drafts included. position: output position.
     draft: a token whose probability is wanted. small_penalty: the routing's small_repetition_penalty.
     banned: token ids that may not come yet (min_tokens). mask: a grammar's allowed tokens, bool [vocab].
+    hidden: whether the model's last hidden state is wanted.
     """
 
     sampling: Sampling
@@ -55,6 +56,7 @@ class Ask:
     small_penalty: float = 1.0
     banned: tuple[int, ...] = ()
     mask: Tensor | None = None
+    hidden: bool = False
 
     @property
     def plain(self) -> bool:
@@ -78,7 +80,11 @@ class Reading:
 
 @torch.inference_mode()
 def read(
-    logits: Tensor, asks: Sequence[Ask], attn_entropy: Tensor | None = None, summarize: Summarize = by_torch
+    logits: Tensor,
+    asks: Sequence[Ask],
+    attn_entropy: Tensor | None = None,
+    hidden: Tensor | None = None,
+    summarize: Summarize = by_torch,
 ) -> list[Reading]:
     """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place.
 
@@ -101,6 +107,7 @@ def read(
     ).tolist()
     argmax, ids, logprobs = said.argmax.tolist(), said.ids.tolist(), top_logprobs.tolist()
     entropies = None if attn_entropy is None else attn_entropy.tolist()
+    states = _float16(hidden, [ask.hidden for ask in asks])
     readings = []
     for i, ask in enumerate(asks):
         p1, p_gap, entropy, of_draft, top, log_total = numbers[i]
@@ -114,13 +121,22 @@ def read(
             Reading(
                 token=token,
                 p_token=p_token,
-                signals=Signals(p1, p_gap, entropy, None if entropies is None else entropies[i]),
+                signals=Signals(p1, p_gap, entropy, None if entropies is None else entropies[i], states[i]),
                 topk=TopK(tuple(ids[i][: ask.num_topk]), tuple(logprobs[i][: ask.num_topk])),
                 p_draft=None if ask.draft is None else of_draft,
                 allowed=ask.draft is not None and allowed,
             )
         )
     return readings
+
+
+def _float16(hidden: Tensor | None, wanted: Sequence[bool]) -> list[bytes | None]:
+    """The wanted rows of `hidden` [rows, width] as float16 bytes; what is beyond float16 is its largest."""
+    if hidden is None or not any(wanted):
+        return [None] * len(wanted)
+    limit = torch.finfo(torch.float16).max
+    rows = hidden.clamp(-limit, limit).to("cpu", torch.float16).numpy().astype("<f2", copy=False)
+    return [row.tobytes() if want else None for row, want in zip(rows, wanted, strict=True)]
 
 
 def shape(logits: Tensor, ask: Ask) -> Tensor:

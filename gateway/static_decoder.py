@@ -112,7 +112,8 @@ class StaticDecoder(TorchDecoder):
         bucket = _bucket(feeds, longest, 0, cache.block_size)
         hidden, entropy = self._run(bucket, feeds, cache, lambda batch: self._pass(batch.fed, cache))
         wanted = torch.tensor(list(_wanted(feeds, bucket.tokens)), dtype=torch.int64, device=self.device)
-        return Forward(self._logits(hidden[wanted]), entropy[wanted])
+        h = hidden[wanted]
+        return Forward(self._logits(h), entropy[wanted], self._normed(h))
 
     def draft(self, feeds: Sequence[Feed], steps: int, vocab_size: int, cache: KVCache) -> Drafts | None:
         """Feed, then `steps` times feed each row's likeliest token below vocab_size, all as one pass. None

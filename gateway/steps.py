@@ -119,6 +119,7 @@ def _large_view(token: int, proposal: Proposal | None, large: Reading) -> dict[s
     return {
         "large_topk": large.topk,
         "large_choice": large.token,
+        "large_signals": large.signals,
         "p_large": large.p_token if token == large.token else large.p_draft,
         "audit_agrees": agrees,
         "audit_source": None if agrees is None else "verify",

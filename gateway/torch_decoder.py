@@ -39,6 +39,7 @@ class TorchDecoder:
         config = hf.config
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = config.max_position_embeddings
+        self.hidden_size: int = config.hidden_size
         self.eps: float = config.rms_norm_eps
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -67,7 +68,9 @@ class TorchDecoder:
             q = self._project(i, layer, x, cos, sin, layout.blocks, layout.offsets, cache)
             attended = self._attend(i, q, layout, masks, cache)
             h = self._feed_forward(layer, h + F.linear(attended, layer.out))
-        return Forward(self._logits(h[layout.wanted]), self._attention_entropy(q, layout, masks, cache))
+        h = h[layout.wanted]
+        entropy = self._attention_entropy(q, layout, masks, cache)
+        return Forward(self._logits(h), entropy, self._normed(h))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         h = F.embedding(tokens, self.embed)
@@ -86,8 +89,11 @@ class TorchDecoder:
         gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
         return h + F.linear(gate * up, layer.down)
 
+    def _normed(self, h: Tensor) -> Tensor:
+        return self._rms_norm(h, self.norm)
+
     def _logits(self, h: Tensor) -> Tensor:
-        return F.linear(self._rms_norm(h, self.norm), self.head).float()
+        return F.linear(self._normed(h), self.head).float()
 
     def _project(
         self,

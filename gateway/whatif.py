@@ -178,6 +178,8 @@ def _decide(
             return looked_up, rows.token_id[i]
     proposal = rows.small_choice[i]
     state, signals = _state(rows, i, history, proposal, limit), rows.signals(i)
+    if signals is not None and not policy.can_score(signals):
+        signals = None
     return decide_early(policy, state) if signals is None else decide(policy, state, signals), proposal
 
 

@@ -16,7 +16,7 @@ from logs.reader import Reader, TraceFilter
 MOST_TRACES = 1000
 """Newest traces whose labels are taken: more would cost seconds and sharpen little."""
 
-_INPUTS = ("idx", "run_length", "ema_acceptance", "top1_p", "gap", "entropy", "attn_entropy")
+_INPUTS = ("idx", "run_length", "ema_acceptance", "top1_p", "gap", "entropy", "attn_entropy", "hidden")
 _COLUMNS = ("trace_no", "outcome", "propensity", "audit_agrees", "ts", *_INPUTS)
 
 
@@ -49,6 +49,7 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
     that were thrown away unexamined have none; a recovered token repeats its rejected draft and is left out.
     """
     numbers = reader.newest(MOST_TRACES, filters) or [0]
+    width = len(policy.router.probe) if policy.router is not None else 0
     span = (numbers[-1], numbers[0])
     found = reader.query(
         f"SELECT {', '.join(_COLUMNS)} FROM {reader.sql('steps', _COLUMNS, span)}"
@@ -56,8 +57,8 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
         " AND audit_agrees IS NOT NULL AND top1_p IS NOT NULL AND gap IS NOT NULL AND entropy IS NOT NULL"
         " AND run_length IS NOT NULL AND ema_acceptance IS NOT NULL"
         " AND outcome NOT IN ('recovered', 'discarded', 'forced')"
-        " AND trace_no IN (SELECT unnest(?))",
-        [numbers],
+        " AND trace_no IN (SELECT unnest(?)) AND (? = 0 OR octet_length(hidden) = ?)",
+        [numbers, width, 2 * width],
     )
     propensity = found["propensity"].fill_null(1.0).to_numpy()
     ts = found["ts"].to_numpy()
@@ -79,9 +80,9 @@ def scores(policy: Policy, rows: pa.Table) -> NDArray[np.float64]:
             score(
                 policy,
                 State(idx, 0, 0, run_length, 0.0, ema_acceptance, 0),
-                Signals(top1_p, gap, entropy, attn_entropy),
+                Signals(top1_p, gap, entropy, attn_entropy, hidden),
             )
-            for idx, run_length, ema_acceptance, top1_p, gap, entropy, attn_entropy in zip(
+            for idx, run_length, ema_acceptance, top1_p, gap, entropy, attn_entropy, hidden in zip(
                 *columns, strict=True
             )
         ],

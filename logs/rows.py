@@ -143,6 +143,7 @@ def request_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture) -> pa.Table:
     """Steps as an Arrow table in the tape's column order."""
     signals = [step.signals for step in steps]
+    large_signals = [step.large_signals for step in steps]
     small, large = [step.small_topk for step in steps], [step.large_topk for step in steps]
     derived: dict[str, Iterable[Any]] = {
         "trace_no": trace_nos,
@@ -150,6 +151,9 @@ def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture
         "gap": (s.gap if s else None for s in signals),
         "entropy": (s.entropy if s else None for s in signals),
         "attn_entropy": (s.attn_entropy if s else None for s in signals),
+        "hidden": (s.hidden if s else None for s in signals),
+        "large_entropy": (s.entropy if s else None for s in large_signals),
+        "large_attn_entropy": (s.attn_entropy if s else None for s in large_signals),
         "small_topk_ids": (k.ids if k else None for k in small),
         "small_topk_logprobs": (k.logprobs if k else None for k in small),
         "large_topk_ids": (k.ids if k else None for k in large),

@@ -157,6 +157,9 @@ STEPS: tuple[Column, ...] = (
     Column("latency_us", "BIGINT", "model time of the pass that settled the row, microseconds"),
     Column("ts", "DOUBLE", "when the row was committed, Unix seconds"),
     Column("fact_value", "FLOAT", "1 where the proposal looks like part of a fact, else 0", since=2),
+    Column("hidden", "BLOB", "small model: last hidden state, float16, where a router reads it", since=3),
+    Column("large_entropy", "FLOAT", "large model: entropy, nats", since=3),
+    Column("large_attn_entropy", "FLOAT", "large model: as attn_entropy, nats", since=3),
 )
 
 PASSES: tuple[Column, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -73,7 +74,10 @@ def signals_of(row: Mapping[str, Any]) -> Signals | None:
     """The small model's signals recorded on a step."""
     if row.get("gap") is None or row.get("top1_p") is None or row.get("entropy") is None:
         return None
-    return Signals(row["top1_p"], row["gap"], row["entropy"], row.get("attn_entropy"))
+    hidden = row.get("hidden")
+    # JSON carries bytes as base64.
+    state = base64.b64decode(hidden) if isinstance(hidden, str) else hidden
+    return Signals(row["top1_p"], row["gap"], row["entropy"], row.get("attn_entropy"), state)
 
 
 def verdict(policy: Policy, row: Mapping[str, Any]) -> Verdict:
@@ -104,7 +108,7 @@ def _agrees(policy: Policy, row: Mapping[str, Any]) -> bool | None:
     if state is None:
         return None
     anew = decide_lookup(policy, state) if row["reason"] == "lookup_hit" else decide_early(policy, state)
-    if anew is None and signals is not None:
+    if anew is None and signals is not None and policy.can_score(signals):
         anew = decide(policy, state, signals)
     if anew is None:
         return None

@@ -164,7 +164,9 @@ class Slots:
 def run(decoder: kernels.Decoder, slots: Slots, fed: list[tuple[int, int, int]], wanted: list[int]) -> Tensor:
     """Feeds (row, position, token) triples; the logits of the wanted ones."""
     rows, positions, tokens = (torch.tensor(column) for column in zip(*fed, strict=True))
-    logits, _ = decoder.forward(tokens, positions, rows, slots.table, slots.k, slots.v, torch.tensor(wanted))
+    logits, _, _ = decoder.forward(
+        tokens, positions, rows, slots.table, slots.k, slots.v, torch.tensor(wanted)
+    )
     return logits.clone()
 
 
@@ -281,24 +283,27 @@ def test_logits_of_an_earlier_pass_stay_as_they_were() -> None:
     decoder = decoder_of(model)
     slots = Slots.of(model, 2, 1)
     indices = torch.tensor([0])
-    first, _ = decoder.forward(indices, indices, indices, slots.table, slots.k, slots.v, indices)
+    first, *_ = decoder.forward(indices, indices, indices, slots.table, slots.k, slots.v, indices)
     kept = first.clone()
     decoder.forward(indices + 3, indices, indices, slots.table, slots.k, slots.v, indices)
     assert torch.equal(first, kept)
 
 
-def test_attention_entropy_is_that_of_the_last_layer() -> None:
+def test_attention_entropy_and_hidden_state_are_those_of_the_last_layer() -> None:
     model = reference("llama")
     model.set_attn_implementation("eager")
     tokens = torch.tensor(prompt(9))
-    weights = model(tokens[None], output_attentions=True).attentions[-1][0]  # heads, query, key
+    said = model(tokens[None], output_attentions=True, output_hidden_states=True)
+    weights = said.attentions[-1][0]  # heads, query, key
     expected = torch.special.entr(weights).sum(-1).mean(0)
     slots = Slots.of(model, 1, 1)
     positions = torch.arange(9)
-    _, entropy = decoder_of(model).forward(
+    _, entropy, hidden = decoder_of(model).forward(
         tokens, positions, torch.zeros_like(positions), slots.table, slots.k, slots.v, positions
     )
     torch.testing.assert_close(entropy, expected, rtol=1e-2, atol=1e-3)
+    difference = (hidden - said.hidden_states[-1][0]).norm(dim=-1)
+    assert (difference < 0.03 * said.hidden_states[-1][0].norm(dim=-1)).all()
 
 
 def test_attention_matches_torch() -> None:

@@ -96,7 +96,7 @@ class Pair:
                 weight.add_(0.1 * torch.randn(weight.shape))
         self.texts = torch.randint(0, VOCAB, (4, 100)).tolist()
         with torch.no_grad():
-            self.expected = hf(torch.tensor(self.texts)).logits
+            said = hf(torch.tensor(self.texts), output_hidden_states=True)
         prompt = torch.tensor([self.texts[0][:9]])
         self.written = hf.generate(
             prompt,
@@ -105,6 +105,7 @@ class Pair:
             do_sample=False,
             eos_token_id=None,
         )[0].tolist()
+        self.expected, self.hidden = said.logits, said.hidden_states[-1]
         self.ours = CausalLM(decoder(hf))
         self.ours.allocate(-(-128 // block_size) * 4, block_size)
         per_row = -(-128 // block_size)
@@ -182,6 +183,14 @@ def test_the_int8_decoder_is_near_the_family_it_was_taken_from(family: str) -> N
     got = pair.ours.forward([pair.feed(0, 0, 40, 40), pair.feed(1, 0, 9, 9)]).logits
     want = torch.cat([pair.expected[0, :40], pair.expected[1, :9]])
     assert (got - want).norm() < 0.03 * want.norm()
+
+
+def test_the_hidden_state_is_what_transformers_last_layer_says(pair: Pair) -> None:
+    pair.check([(0, 0, 20, 1)])
+    got = pair.ours.forward([pair.feed(0, 20, 24, 2), pair.feed(1, 0, 9, 1)]).hidden
+    want = torch.cat([pair.hidden[0, 22:24], pair.hidden[1, 8:9]])
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert pair.ours.hidden_size == want.shape[1]
 
 
 def test_nothing_wanted_gives_no_logits(pair: Pair) -> None:

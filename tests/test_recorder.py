@@ -37,8 +37,8 @@ def trace(id="r", **fields):
 def test_a_step_comes_back_as_it_was_written(recorder):
     recorder.on_admit(trace())
     written = step(
-        "r", 0, signals=Signals(0.75, 0.5, 1.25), small_topk=TopK((7, 8), (-0.25, -3.0)),
-        token_bytes=b"\xff\x00", probe_u=0.5, propensity=0.25,
+        "r", 0, signals=Signals(0.75, 0.5, 1.25, None, b"\x00\x3c"), small_topk=TopK((7, 8), (-0.25, -3.0)),
+        large_signals=Signals(0.5, 0.25, 1.5, 0.125), token_bytes=b"\xff\x00", probe_u=0.5, propensity=0.25,
     )  # fmt: skip
     recorder.on_tick(Tick(0, passed(), [], [written]))
 
@@ -46,7 +46,9 @@ def test_a_step_comes_back_as_it_was_written(recorder):
 
     assert (row["top1_p"], row["gap"], row["entropy"], row["attn_entropy"]) == (0.75, 0.5, 1.25, None)
     assert (row["small_topk_ids"], row["small_topk_logprobs"]) == ([7, 8], [-0.25, -3.0])
-    plain = [n for n in row if n not in ("top1_p", "gap", "entropy", "attn_entropy") and "topk" not in n]
+    assert (row["hidden"], row["large_entropy"], row["large_attn_entropy"]) == (b"\x00\x3c", 1.5, 0.125)
+    said = ("top1_p", "gap", "entropy", "attn_entropy", "hidden", "large_entropy", "large_attn_entropy")
+    plain = [n for n in row if n not in said and "topk" not in n]
     assert {n: getattr(written, n) for n in plain} == {n: row[n] for n in plain}
 
 

@@ -120,7 +120,8 @@ def test_a_missing_column_is_no_reason_to_crash(column):
     result = replay(row, table)
 
     # What only some rules or capture levels need may be missing; every other column is missed.
-    optional = {"token_id", "large_choice", "attn_entropy", "probe_u", "fact_value", "audit_agrees", "action"}
+    optional = {"token_id", "large_choice", "attn_entropy", "hidden", "probe_u", "fact_value"}
+    optional |= {"audit_agrees", "action"}
     assert bool(result.mismatches) is (column not in optional)
 
 

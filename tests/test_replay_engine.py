@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+import pyarrow as pa
 import pytest
 from fakes import ask_for, decode, fake_engine, near, noise_logits
 from hypothesis import given, settings
@@ -19,6 +20,9 @@ LARGE = noise_logits(1, VOCABULARY, memory=2)
 SMALL = near(LARGE, 2, 1.0)
 
 ROUTER = Router((0.5,) * 8, (2.0,) * 8, ((0.5,) * 8, (-0.25,) * 8), (0.125, 1.0), (1.5, -0.5), 0.25)
+PROBING = replace(
+    ROUTER, mean=(0.5,) * 9, scale=(2.0,) * 9, hidden=((0.5,) * 9, (-0.25,) * 9), probe=(0.75, -0.3125)
+)
 
 policies = st.builds(
     Policy,
@@ -37,7 +41,7 @@ policies = st.builds(
     attn_entropy_weight=st.sampled_from([0.0, -0.1]),
     position_weight=st.sampled_from([0.0, 0.4]),
     fact_guard=st.booleans(),
-    router=st.sampled_from([None, ROUTER]),
+    router=st.sampled_from([None, ROUTER, PROBING]),
 )
 
 
@@ -111,3 +115,23 @@ def test_the_engine_looked_something_up():
         seen |= {(row.tier, row.reason, row.outcome.value) for row in answer.tape}
 
     assert {(Tier.LOOKUP, Reason.LOOKUP_HIT, o) for o in ("accepted", "rejected")} <= seen
+
+
+def test_a_hidden_state_is_recorded_where_the_router_reads_it():
+    """And without it a decision cannot be recomputed, which is said."""
+    policy, answer = run(Policy(router=PROBING, threshold=0.3))
+    table = step_table(answer.tape, [1] * len(answer.tape), Capture.FULL)
+    row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
+    scored = [s for s in answer.tape if s.score is not None]
+    _, plain = run(Policy(router=ROUTER))
+
+    assert scored
+    assert all(len(s.signals.hidden) == 4 for s in scored)
+    assert len({s.signals.hidden for s in scored}) > 1
+    assert all(s.signals is None or s.signals.hidden is None for s in plain.tape)
+    assert replay(row, table).mismatches == []
+
+    blank = pa.nulls(table.num_rows, pa.binary())
+    lost = table.set_column(table.schema.get_field_index("hidden"), "hidden", blank)
+    assert {m.column for m in replay(row, lost).mismatches} == {"hidden"}
+    assert len(what_if(row, lost, policy).unknown) >= len(scored) // 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.config import ConfigError, load_config
 from gateway.core import Action, Reason, Signals
 from gateway.facts import looks_like_fact
+from gateway.loading import check_probes
 from gateway.policy import Policy, State, decide, f32, score
 from gateway.replay import UnknownPolicy, recorded_policy
 from gateway.router import FEATURES, Router, features
@@ -22,15 +23,21 @@ N = len(FEATURES)
 unit = st.floats(0, 1, width=32)
 
 
-def router(seed: int, units: int) -> Router:
+WIDTH = 6
+"""Of the hidden state in these tests."""
+
+
+def router(seed: int, units: int, width: int = 0) -> Router:
     rng = np.random.default_rng(seed)
 
     def draw(n: int) -> tuple[float, ...]:
         return tuple(rng.normal(size=n).astype(np.float32).tolist())
 
-    hidden = tuple(draw(N) for _ in range(units))
-    scale = tuple(abs(v) + 0.5 for v in draw(N))
-    return Router(draw(N), tuple(map(f32, scale)), hidden, draw(units), draw(units or N), draw(1)[0])
+    n = N + bool(width)
+    hidden = tuple(draw(n) for _ in range(units))
+    scale = tuple(abs(v) + 0.5 for v in draw(n))
+    numbers = draw(n), tuple(map(f32, scale)), hidden, draw(units), draw(units or n), draw(1)[0]
+    return Router(*numbers, draw(width))
 
 
 @given(
@@ -41,27 +48,32 @@ def router(seed: int, units: int) -> Router:
     st.floats(0, 8),
     st.none() | unit,
     st.integers(0, 500),
+    st.sampled_from([0, WIDTH]),
 )
-def test_agrees_with_numpy(seed, units, top1, gap, entropy, attention, idx):
-    r = router(seed, units)
-    signals = Signals(top1, gap, entropy, attention)
+def test_agrees_with_numpy(seed, units, top1, gap, entropy, attention, idx, width):
+    r = router(seed, units, width)
+    state = np.random.default_rng(seed).normal(size=width).astype("<f2")
+    signals = Signals(top1, gap, entropy, attention, state.tobytes() if width else None)
     x = np.array(
         [top1, gap, -np.log(max(1 - gap, 1e-4)), entropy, attention or 0.0, np.log1p(idx), 0.25, 0.5]
     )
+    assert features(signals, idx, 0.25, 0.5) == pytest.approx(x)
+    if width:
+        x = np.append(x, np.dot(state.astype(float), r.probe))
     h = (x - r.mean) / r.scale
     if units:
         h = np.maximum(np.array(r.hidden) @ h + r.hidden_bias, 0)
     expected = 1 / (1 + np.exp(-(np.dot(r.output, h) + r.bias)))
-    assert features(signals, idx, 0.25, 0.5) == pytest.approx(x)
     assert r.agreement(signals, idx, 0.25, 0.5) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("units", [0, 5])
-def test_a_router_survives_its_file_and_the_tape(tmp_path: Path, units: int):
-    save_router(tmp_path / "r.safetensors", router(1, units))
+@pytest.mark.parametrize(("units", "width"), [(0, 0), (5, 0), (0, WIDTH), (5, WIDTH)])
+def test_a_router_survives_its_file_and_the_tape(tmp_path: Path, units: int, width: int):
+    save_router(tmp_path / "r.safetensors", router(1, units, width))
     read = load_router(tmp_path / "r.safetensors")
     policy = Policy(router=read)
-    assert read == router(1, units)
+    assert read == router(1, units, width)
+    assert policy.reads_hidden is bool(width)
     assert recorded_policy(asdict(policy)) == policy
     assert recorded_policy(asdict(policy)).hash == policy.hash != Policy().hash
     assert Policy(router=replace(read, bias=read.bias + 1)).hash != policy.hash
@@ -91,6 +103,30 @@ def test_config_names_a_router_by_file(tmp_path: Path):
     file.write_text('[policy.stable]\nrouter = "missing.safetensors"\n')
     with pytest.raises(ConfigError, match=r"policy\.stable\.router: .*missing"):
         load_config(file, {})
+
+
+def test_a_hidden_state_that_is_not_there_or_of_another_width_cannot_be_read():
+    policy = Policy(router=router(0, 0, WIDTH))
+    at = State(20, 0, 5, 0, 0.0, 1.0, 0)
+    for signals in (Signals(0.9, 0.5, 1.0), Signals(0.9, 0.5, 1.0, None, bytes(2))):
+        assert not policy.can_score(signals)
+        assert Policy(router=router(0, 0)).can_score(signals)
+        with pytest.raises(ValueError, match="hidden state of 6 values"):
+            score(policy, at, signals)
+    assert policy.can_score(Signals(0.9, 0.5, 1.0, None, bytes(2 * WIDTH)))
+
+
+def test_hidden_states_need_the_full_tape_and_the_model_they_are_of(tmp_path: Path):
+    save_router(tmp_path / "r.safetensors", router(2, 3, WIDTH))
+    file = tmp_path / "policy.toml"
+    file.write_text('[policy.loose]\nrouter = "r.safetensors"\n[logs]\ncapture = "signals"\n')
+    with pytest.raises(ConfigError, match=r"policy\.loose\.router: .*logs\.capture"):
+        load_config(file, {})
+    file.write_text('[policy.loose]\nrouter = "r.safetensors"\n')
+    config = load_config(file, {})
+    check_probes(config, WIDTH)
+    with pytest.raises(ConfigError, match=r"policy\.loose\.router: it reads 6 .* has 8"):
+        check_probes(config, 8)
 
 
 def test_broken_routers_are_refused(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 
 import pytest
@@ -152,6 +153,16 @@ def test_plain_means_untouched() -> None:
         assert not ask(**field).plain
     assert not replace(ask(), banned=(1,)).plain
     assert not replace(ask(), small_penalty=1.1).plain
+
+
+def test_a_hidden_state_is_given_in_float16_where_it_is_asked_for() -> None:
+    hidden = torch.tensor([[1.0, -0.333251953125], [1e9, 2.0]])
+    asks = [ask(), ask(hidden=True)]
+    first, second = read(torch.randn(2, VOCAB), asks, None, hidden)
+    assert first.signals.hidden is None
+    assert struct.unpack("<2e", second.signals.hidden) == (65504.0, 2.0)
+    (plain,) = read(torch.randn(1, VOCAB), [ask(hidden=True)])
+    assert plain.signals.hidden is None
 
 
 # ---- what probes are drawn with

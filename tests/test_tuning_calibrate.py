@@ -40,11 +40,13 @@ TARGET = Target(0.2, 0.95)
 BASE = Policy(accept=Accept.TRUST, protect_first=2)
 
 
-def run(pair: TinyPair, folder: Path, target: Target = TARGET, *, learns: bool = False) -> Calibrated:
+def run(
+    pair: TinyPair, folder: Path, target: Target = TARGET, *, learns: bool = False, hidden: bool = False
+) -> Calibrated:
     runner = Runner(pair.engine(), 12)
     parts = split(prompts(40), learns, target)
     saved = Saved(folder / "p.progress.jsonl", {})
-    return calibrate(runner, saved, parts, BASE, target, COSTS, learns=learns)
+    return calibrate(runner, saved, parts, BASE, target, COSTS, learns=learns, hidden=hidden)
 
 
 def test_a_policy_with_a_guarantee(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -68,6 +70,20 @@ def test_a_policy_with_a_guarantee(tiny_pair: TinyPair, tmp_path: Path) -> None:
         "policy"
     ]["stable"].keys()
     check_calibrated(config, SERVED)
+
+
+def test_a_router_with_a_probe_runs_for_real_and_serves(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """What it reads is asked of the model while it decodes, and the file names it."""
+    width = tiny_pair.small.hidden_size
+    router = Router((0.0,) * 9, (1.0,) * 9, (), (), (*(0.0,) * 8, 1.0), 0.0, (0.0078125,) * width)
+    parts, saved = split(prompts(40), False, TARGET), Saved(tmp_path / "h.jsonl", {})
+    base = replace(BASE, router=router)
+    done = calibrate(Runner(tiny_pair.engine(), 12), saved, parts, base, TARGET, COSTS, hidden=True)
+    assert done.policy is not None
+    scores = {s for a in done.measured[done.policy.threshold] for s in a.columns["score"] if s is not None}
+    assert len(scores) > 20
+    write_policy(tmp_path / "p.toml", "stable", done.policy, certificate(done, SERVED, TARGET, ""))
+    assert load_config(tmp_path / "p.toml", {}).policies["stable"] == done.policy
 
 
 @pytest.mark.parametrize("tier", ["small_hash", "large_hash"])
@@ -99,7 +115,11 @@ def certificate_text(name: str) -> str:
 
 
 def test_the_report_says_what_was_found(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    done = run(tiny_pair, tmp_path, learns=True)
+    done = run(tiny_pair, tmp_path, learns=True, hidden=True)
+    assert [rule.name for rule in done.learned.judged][3:] == [
+        "logistic + hidden state",
+        "mlp + hidden state",
+    ]
     page = html("Calibration", told.sections(done, TARGET, ("about the run",)))
     assert f"Threshold {done.chosen.threshold:g} qualifies" in told.verdict(done, TARGET)
     for heading in ("Verdict", "The curve", "Run for real", "Facts", "Learned router"):

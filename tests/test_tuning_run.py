@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_tuning_curve import prompts
 from tiny_pair import TinyPair
+from transformers import AutoModelForCausalLM
 
 from gateway.config import ConfigError
 from gateway.core import Accept, Mode, Outcome, Tier
@@ -73,6 +75,36 @@ def test_every_token_of_a_trusted_answer_gets_its_label(tiny_pair: TinyPair) -> 
     shadow = {one.prompt: one.tokens for one in runner.run(prompts(6), replace(TRUST, mode=Mode.SHADOW))}
     assert {one.prompt: one.tokens for one in strict} == shadow
     assert runner.spent.passes[Tier.LARGE] >= 20
+
+
+def test_both_models_signals_are_those_of_hf_forward_passes(tiny_pair: TinyPair) -> None:
+    asked = prompts(2)
+    shadow = replace(TRUST, mode=Mode.SHADOW)
+    answers = list(Runner(tiny_pair.engine(), 16, keeps_hidden=True).run(asked, shadow))
+    for prefix, folder in (("", "small"), ("large_", "large")):
+        hf = AutoModelForCausalLM.from_pretrained(tiny_pair.folder / folder, attn_implementation="eager")
+        for one in answers:
+            prompt = next(p for p in asked if p.digest == one.prompt)
+            ids = torch.tensor([[*prompt.ids(tiny_pair.tokenizer), *one.tokens]])
+            with torch.inference_mode():
+                said = hf(ids, output_attentions=True, output_hidden_states=True)
+            behind = slice(-len(one.tokens) - 1, -1)
+            p = torch.softmax(said.logits[0, behind], -1)
+            top = p.topk(2, dim=-1).values
+            expected = {
+                "top1_p": top[:, 0],
+                "gap": top[:, 0] - top[:, 1],
+                "entropy": torch.special.entr(p).sum(-1),
+                "attn_entropy": torch.special.entr(said.attentions[-1][0]).sum(-1).mean(0)[behind],
+            }
+            for name, want in expected.items():
+                got = torch.tensor([one.columns[prefix + name][i] for i in one.written])
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+            if folder == "small":
+                states = b"".join(one.signals(i).hidden for i in one.written)
+                got = torch.frombuffer(bytearray(states), dtype=torch.float16).view(len(one.tokens), -1)
+                want = said.hidden_states[-1][0, behind]
+                torch.testing.assert_close(got.float(), want, rtol=2e-3, atol=1e-3)
 
 
 def test_a_stopped_run_goes_on(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -97,20 +97,22 @@ class Decoder:
         k_cache: list[Tensor],
         v_cache: list[Tensor],
         wanted: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Feeds tokens, writes their keys and values, and returns (logits, attention entropy) where asked.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Feeds tokens, writes their keys and values, and returns (logits, attention entropy, hidden state)
+        where asked.
 
         tokens, positions, rows: int64 [T]; token t is at `positions[t]` of row `rows[t]` of `block_table`
         (int64 [R, blocks]) and sees the keys 0..positions[t], those of this pass included. Caches: one
         tensor a layer, [num_blocks, kv_heads, block_size, head_dim], float32 or bfloat16, written in place.
         wanted: int64 [P], indices into the T tokens. Logits: float32 [P, vocab]; entropy: float32 [P],
-        nats, mean over the heads of the last layer. A token's results do not depend, in any bit, on what
-        else is in the pass. Raises RuntimeError naming an index that is out of range.
+        nats, mean over the heads of the last layer; hidden: float32 [P, hidden], behind the final norm. A
+        token's results do not depend, in any bit, on what else is in the pass. Raises RuntimeError naming an
+        index that is out of range.
         """
-        logits, entropy = self._decoder.forward(
+        logits, entropy, hidden = self._decoder.forward(
             tokens, positions, rows, block_table, k_cache, v_cache, wanted
         )
-        return logits, entropy
+        return logits, entropy, hidden
 
 
 def attention(

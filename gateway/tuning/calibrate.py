@@ -102,14 +102,19 @@ def calibrate(
     costs: curve.Costs,
     *,
     learns: bool = False,
+    hidden: bool = False,
     more_examples: Examples | None = None,
 ) -> Calibrated:
-    """Draw the curve, choose candidates on the tuning prompts, run them on the held-out ones, test."""
+    """Draw the curve, choose candidates on the tuning prompts, run them on the held-out ones, test.
+
+    learns: train routers first; hidden: also such as read the small model's hidden state.
+    """
+    watched = replace(runner, keeps_hidden=hidden)
     shadow = replace(base, mode=Mode.SHADOW)
     learned = None
     if learns:
-        trained = saved.run(runner, parts.train, shadow, "large model, prompts to learn from")
-    tuned = saved.run(runner, parts.tune, shadow, "large model, prompts for the curve")
+        trained = saved.run(watched, parts.train, shadow, "large model, prompts to learn from")
+    tuned = saved.run(watched, parts.tune, shadow, "large model, prompts for the curve")
     if learns:
         training = learn.examples(trained, base.protect_first, base.max_small_run)
         if more_examples is not None and len(more_examples):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gateway.core import Reason, Signals, Tier
+from gateway.core import Reason, Tier
 from gateway.load import CostTable
 from gateway.policy import Policy, State, f32, score
 from gateway.tuning.run import Answer
@@ -59,11 +59,10 @@ def track(answer: Answer, policy: Policy) -> Track:
     columns, rows = answer.columns, answer.written
     scores, agrees, free = [], [], []
     for i in rows:
-        gap = columns["gap"][i]
-        if gap is None:
+        signals = answer.signals(i)
+        if signals is None:
             scores.append(np.nan)
         else:
-            signals = Signals(columns["top1_p"][i], gap, columns["entropy"][i], columns["attn_entropy"][i])
             state = State(
                 columns["idx"][i], 0, 1, columns["run_length"][i], 0.0, columns["ema_acceptance"][i], 0
             )

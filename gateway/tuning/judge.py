@@ -17,12 +17,14 @@ GAIN_RESAMPLES = 400
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Labelled positions. x: [n, features]; agrees: bool [n]; weight: [n]; group: [n], the prompt of each."""
+    """Labelled positions. x: [n, features]; agrees: bool [n]; weight: [n]; group: [n], the prompt of each.
+    hidden: float16 [n, width], the small model's hidden states; width 0 where none are at hand."""
 
     x: np.ndarray
     agrees: np.ndarray
     weight: np.ndarray
     group: np.ndarray
+    hidden: np.ndarray
 
     def __len__(self) -> int:
         return len(self.agrees)

@@ -1,7 +1,9 @@
 """Learned routers: P(large agrees) from the signals, as logistic regression and a two-layer network.
 
-Trained on positions where both models' choices are known. Disagreements are rare, so both classes weigh the
-same in training and the bias is shifted back afterwards, which leaves calibrated probabilities.
+Both also with the small model's last hidden state, which enters through one direction (the probe) that is
+trained with the rest: whatever the network, a decision costs one product of that width more. Trained on
+positions where both models' choices are known. Disagreements are rare, so both classes weigh the same in
+training and the bias is shifted back afterwards, which leaves calibrated probabilities.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ EPOCHS = 600
 PATIENCE = 60
 LEARNING_RATE = 0.02
 WEIGHT_DECAY = 1e-3
+PROBE_DECAY = 1.0
 VALIDATION_SHARE = 0.25
 LEAST_SPREAD = 1e-3
 
@@ -36,26 +39,29 @@ def examples(answers: Sequence[Answer], protect_first: int, max_small_run: int) 
     rows: list[tuple[float, ...]] = []
     agrees: list[bool] = []
     group: list[int] = []
+    hidden: list[bytes | None] = []
     for number, answer in enumerate(answers):
         c = answer.columns
         for i in answer.written:
-            if c["gap"][i] is None or c["large_choice"][i] is None or c["idx"][i] < protect_first:
+            said = answer.signals(i)
+            if said is None or c["large_choice"][i] is None or c["idx"][i] < protect_first:
                 continue
-            said = Signals(c["top1_p"][i], c["gap"][i], c["entropy"][i], c["attn_entropy"][i])
             run_share = c["run_length"][i] / max_small_run
             rows.append(features(said, c["idx"][i], run_share, c["ema_acceptance"][i]))
             agrees.append(c["small_choice"][i] == c["large_choice"][i])
             group.append(number)
-    return _examples(rows, agrees, [1.0] * len(rows), group)
+            hidden.append(said.hidden)
+    return _examples(rows, agrees, [1.0] * len(rows), group, hidden)
 
 
 def tape_examples(columns: dict[str, list[Any]], max_small_run: int = 64) -> Examples:
     """Audited positions from the tape: columns request_id, the signals, idx, run_length, ema_acceptance,
-    small_choice, large_choice, propensity (weights are its inverse)."""
+    small_choice, large_choice, propensity (weights are its inverse), and perhaps hidden."""
     rows: list[tuple[float, ...]] = []
     agrees: list[bool] = []
     weight: list[float] = []
     group: list[int] = []
+    hidden: list[bytes | None] = []
     numbers: dict[str, int] = {}
     for row in zip(*columns.values(), strict=True):
         c = dict(zip(columns, row, strict=True))
@@ -64,7 +70,8 @@ def tape_examples(columns: dict[str, list[Any]], max_small_run: int = 64) -> Exa
         agrees.append(c["small_choice"] == c["large_choice"])
         weight.append(1 / (c["propensity"] or 1.0))
         group.append(numbers.setdefault(c["request_id"], len(numbers)))
-    return _examples(rows, agrees, weight, group)
+        hidden.append(c.get("hidden"))
+    return _examples(rows, agrees, weight, group, hidden)
 
 
 def join(parts: Sequence[Examples]) -> Examples:
@@ -78,29 +85,28 @@ def join(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.agrees for part in parts]),
         np.concatenate([part.weight for part in parts]),
         np.concatenate(groups),
+        np.concatenate([part.hidden for part in parts]),
     )
 
 
-def train(data: Examples, hidden_units: int, seed: int = 0) -> Router:
-    """Fit a router: logistic regression (0 hidden units) or two layers. Stops by loss on prompts set aside.
+def train(data: Examples, hidden_units: int, *, probes: bool = False, seed: int = 0) -> Router:
+    """Fit a router: logistic regression (0 hidden units) or two layers; probes: with the hidden state.
 
-    Raises ValueError where every label is the same.
+    Stops by loss on prompts set aside. Raises ValueError where every label is the same.
     """
     if not 0 < data.agrees.sum() < len(data):
         raise ValueError("the labels all say the same; nothing can be learned from them")
-    generator = torch.Generator().manual_seed(seed)
     groups = np.unique(data.group)
     order = np.random.default_rng(seed).permutation(groups)
     aside = set(order[: max(1, int(len(groups) * VALIDATION_SHARE))].tolist())
     validates = np.array([g in aside for g in data.group])
     if not 0 < data.agrees[~validates].sum() < (~validates).sum() or not validates.any():
         validates = np.zeros(len(data), dtype=bool)
-    mean = data.x[~validates].mean(axis=0)
-    spread = data.x[~validates].std(axis=0)
-    # What never varied in training says nothing, and must not speak up where it does vary.
-    varies = spread > LEAST_SPREAD
-    scale = np.where(varies, spread, 1.0)
-    x = torch.tensor((data.x - mean) / scale * varies, dtype=torch.float32)
+    inputs = Standard.of(data.x[~validates])
+    states = Standard.of((data.hidden if probes else data.hidden[:, :0])[~validates].astype(np.float64))
+    model = _Network(inputs.varies, states.varies.size, hidden_units, torch.Generator().manual_seed(seed))
+    x = torch.tensor(inputs(data.x), dtype=torch.float32)
+    h = torch.tensor(states(data.hidden if probes else data.hidden[:, :0]), dtype=torch.float32)
     y = torch.tensor(data.agrees, dtype=torch.float32)
     positive = float(data.weight[data.agrees].sum())
     negative = float(data.weight[~data.agrees].sum())
@@ -108,35 +114,74 @@ def train(data: Examples, hidden_units: int, seed: int = 0) -> Router:
     balance = np.where(data.agrees, total / (2 * positive), total / (2 * negative)) * data.weight
     weight = torch.tensor(balance, dtype=torch.float32)
     fit, check = torch.tensor(~validates), torch.tensor(validates if validates.any() else ~validates)
-    model = _network(hidden_units, generator)
-    with torch.no_grad():
-        # Their gradient is zero, so their weights stay zero.
-        first = next(layer for layer in model if isinstance(layer, nn.Linear))
-        first.weight *= torch.tensor(varies, dtype=torch.float32)
-    _descend(model, x, y, weight, fit, check)
+    _descend(model, x, h, y, weight, fit, check)
     # Weighing the classes alike multiplied the odds by this ratio; taking it back restores probabilities.
     shift = float(np.log(negative / positive))
-    return _router(model, mean, scale, shift)
+    return _router(model, inputs, states, shift)
 
 
-def _network(hidden_units: int, generator: torch.Generator) -> nn.Sequential:
-    widths = [len(FEATURES), hidden_units, 1] if hidden_units else [len(FEATURES), 1]
-    layers: list[nn.Module] = []
-    for a, b in pairwise(widths):
-        layer = nn.Linear(a, b)
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """Columns to mean 0 and deviation 1. What never varied in training says nothing, and becomes 0."""
+
+    mean: np.ndarray
+    scale: np.ndarray
+    varies: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Standard:
+        """By the columns of x [n, columns]."""
+        spread = x.std(axis=0)
+        varies = spread > LEAST_SPREAD
+        return cls(x.mean(axis=0), np.where(varies, spread, 1.0), varies)
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """x [n, columns], standardised."""
+        return np.asarray((x - self.mean) / self.scale * self.varies)
+
+
+class _Network(nn.Module):
+    """Features, and the probe's reading of `width` hidden values where there are any, to a logit."""
+
+    def __init__(self, varies: np.ndarray, width: int, hidden_units: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.zeros(width))
+        n = len(varies) + bool(width)
+        widths = [n, hidden_units, 1] if hidden_units else [n, 1]
+        layers: list[nn.Module] = []
+        for a, b in pairwise(widths):
+            layer = nn.Linear(a, b)
+            with torch.no_grad():
+                layer.weight.copy_(torch.randn(b, a, generator=generator) * (1.0 / a) ** 0.5)
+                layer.bias.zero_()
+            layers += [layer, nn.ReLU()]
+        self.linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+        self.layers = nn.Sequential(*layers[:-1])
         with torch.no_grad():
-            layer.weight.copy_(torch.randn(b, a, generator=generator) * (1.0 / a) ** 0.5)
-            layer.bias.zero_()
-        layers += [layer, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+            # The gradient of what never varied is zero, so these weights stay zero.
+            self.linear[0].weight[:, : len(varies)] *= torch.tensor(varies, dtype=torch.float32)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        if self.probe.numel():
+            # By the root of the width, so that a step of Adam, alike in every weight, moves the sum gently.
+            x = torch.cat([x, (h @ self.probe)[:, None] / self.probe.numel() ** 0.5], dim=1)
+        return self.layers(x).squeeze(-1)  # type: ignore[no-any-return]
 
 
-def _descend(model: nn.Sequential, x: Tensor, y: Tensor, weight: Tensor, fit: Tensor, check: Tensor) -> None:
+def _descend(
+    model: _Network, x: Tensor, h: Tensor, y: Tensor, weight: Tensor, fit: Tensor, check: Tensor
+) -> None:
     """Adam on all of the data at once; keeps the weights with the lowest loss on `check`."""
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": model.layers.parameters(), "weight_decay": WEIGHT_DECAY},
+            {"params": [model.probe], "weight_decay": PROBE_DECAY},
+        ],
+        LEARNING_RATE,
+    )
 
     def loss(chosen: Tensor) -> Tensor:
-        z = model(x[chosen]).squeeze(-1)
+        z = model(x[chosen], h[chosen])
         each = F.binary_cross_entropy_with_logits(z, y[chosen], weight[chosen], reduction="sum")
         return each / weight[chosen].sum()
 
@@ -155,9 +200,14 @@ def _descend(model: nn.Sequential, x: Tensor, y: Tensor, weight: Tensor, fit: Te
     model.load_state_dict(best_state)
 
 
-def _router(model: nn.Sequential, mean: np.ndarray, scale: np.ndarray, shift: float) -> Router:
-    linear = [layer for layer in model if isinstance(layer, nn.Linear)]
-    hidden, output = (linear[0], linear[1]) if len(linear) == 2 else (None, linear[0])
+def _router(model: _Network, inputs: Standard, states: Standard, shift: float) -> Router:
+    hidden, output = (model.linear[0], model.linear[1]) if len(model.linear) == 2 else (None, model.linear[0])
+    direction = model.probe.detach().numpy() * states.varies / states.scale / max(1, states.mean.size) ** 0.5
+    probe = _floats(direction)
+    # The probe reads raw hidden values; what standardising took off them is this feature's mean.
+    mean, scale = inputs.mean, inputs.scale
+    if probe:
+        mean, scale = np.append(mean, np.dot(probe, states.mean)), np.append(scale, 1.0)
     return Router(
         mean=_floats(mean),
         scale=_floats(scale),
@@ -166,6 +216,7 @@ def _router(model: nn.Sequential, mean: np.ndarray, scale: np.ndarray, shift: fl
         output=_floats(output.weight.detach().numpy()[0]),
         # Balanced odds are the true ones times negative / positive; shift is that ratio's logarithm.
         bias=f32(float(output.bias.detach()[0]) - shift),
+        probe=probe,
     )
 
 
@@ -175,7 +226,10 @@ def _floats(values: np.ndarray) -> tuple[float, ...]:
 
 def predict(router: Router, data: Examples) -> np.ndarray:
     """P(large agrees) [n] of every example; vectorised, for reports only."""
-    x = (data.x - np.array(router.mean)) / np.array(router.scale)
+    x = data.x
+    if router.probe:
+        x = np.column_stack([x, data.hidden.astype(np.float64) @ np.array(router.probe)])
+    x = (x - np.array(router.mean)) / np.array(router.scale)
     if router.hidden:
         x = np.maximum(x @ np.array(router.hidden).T + np.array(router.hidden_bias), 0.0)
     return np.asarray(1 / (1 + np.exp(-(x @ np.array(router.output) + router.bias))))
@@ -191,24 +245,35 @@ class Learned:
 
 
 def learn(training: Examples, held: Examples, say: Callable[[str], None]) -> Learned:
-    """Train both kinds on one set of prompts, judge them with the gap on another, keep the better one."""
+    """Train every kind on one set of prompts, judge them with the gap on another, keep the best one."""
     judged = [judge("gap", held.gap, held)]
     routers: dict[str, Router] = {}
-    for kind, units in (("logistic", 0), ("mlp", HIDDEN_UNITS)):
-        routers[kind] = train(training, units)
+    kinds = [(name, units, False) for name, units in (("logistic", 0), ("mlp", HIDDEN_UNITS))]
+    if training.hidden.shape[1]:
+        kinds += [(f"{name} + hidden state", units, True) for name, units, _ in kinds]
+    for kind, units, probes in kinds:
+        routers[kind] = train(training, units, probes=probes)
         judged.append(judge(kind, predict(routers[kind], held), held))
         say(f"router {kind}: AUROC {judged[-1].auroc:.4f} (gap {judged[0].auroc:.4f})")
-    better = max(judged[1:], key=lambda one: one.kept[TARGETS[1]])
-    chosen = routers[better.name] if better.beats_the_gap else None
-    return Learned(chosen, better.name, tuple(judged))
+    best = max(judged[1:], key=lambda one: one.kept[TARGETS[1]])
+    chosen = routers[best.name] if best.beats_the_gap else None
+    return Learned(chosen, best.name, tuple(judged))
 
 
 def _examples(
-    rows: list[tuple[float, ...]], agrees: list[bool], weight: list[float], group: list[int]
+    rows: list[tuple[float, ...]],
+    agrees: list[bool],
+    weight: list[float],
+    group: list[int],
+    hidden: list[bytes | None],
 ) -> Examples:
+    states = [state for state in hidden if state is not None]
+    if len(states) < len(rows):
+        states = [b""] * len(rows)
     return Examples(
         np.array(rows, dtype=np.float64).reshape(-1, len(FEATURES)),
         np.array(agrees, dtype=bool),
         np.array(weight, dtype=np.float64),
         np.array(group, dtype=np.int64),
+        np.frombuffer(b"".join(states), dtype="<f2").reshape(len(rows), -1 if rows else 0),
     )

@@ -6,13 +6,13 @@ neighbours or the machine's mood.
 
 from __future__ import annotations
 
-import math
+import base64
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core import UNWRITTEN, Accept, FinishReason, Outcome, Sampling, Step, Tick, Tier
+from gateway.core import UNWRITTEN, Accept, FinishReason, Outcome, Sampling, Signals, Step, Tick, Tier
 from gateway.engine import Engine
 from gateway.policy import Policy
 from gateway.request import Request
@@ -22,18 +22,19 @@ COLUMNS = (
     "idx", "token_id", "tier", "action", "reason", "score", "run_length", "ema_acceptance", "fact_value",
     "small_choice", "large_choice", "outcome",
 )  # fmt: skip
-"""What is kept of each step; beside it the small model's signals."""
+"""What is kept of each step; beside it both models' signals."""
 
 SIGNALS = ("top1_p", "gap", "entropy", "attn_entropy")
 """Of the small model."""
 
-LARGE_SIGNALS = ("large_top1_p", "large_gap")
-"""The same of the large model, read off its two top tokens."""
+LARGE_SIGNALS = tuple(f"large_{name}" for name in SIGNALS)
+"""Of the large model, where it has seen the position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt's answer: rows of the tape in seq order, as columns (COLUMNS, SIGNALS, LARGE_SIGNALS).
+    """One prompt's answer: rows of the tape in seq order, as columns (COLUMNS, SIGNALS, LARGE_SIGNALS, and
+    `hidden`, base64 of float16, where the runner keeps it).
 
     prompt: the prompt's digest. finish: how it ended. large_passes, small_passes: passes with this row.
     """
@@ -55,6 +56,14 @@ class Answer:
         """Output token ids."""
         return [self.columns["token_id"][i] for i in self.written]
 
+    def signals(self, i: int) -> Signals | None:
+        """What the small model said at row i; None where it said nothing."""
+        if self.columns["gap"][i] is None:
+            return None
+        state = self.columns["hidden"][i] if "hidden" in self.columns else None
+        hidden = None if state is None else base64.b64decode(state)
+        return Signals(**{name: self.columns[name][i] for name in SIGNALS}, hidden=hidden)
+
     def count(self, tier: Tier) -> int:
         """Output tokens that a tier wrote."""
         return sum(self.columns["tier"][i] == tier for i in self.written)
@@ -73,12 +82,14 @@ class Spent:
 class Runner:
     """Runs prompts through one engine, which nothing else uses. spent: of the last `run`.
 
-    audits: whether the large model is asked about every token it did not verify.
+    audits: whether the large model is asked about every token it did not verify. keeps_hidden: whether
+    answers hold the small model's hidden states.
     """
 
     engine: Engine
     max_tokens: int
     audits: bool = True
+    keeps_hidden: bool = False
     spent: Spent = field(default_factory=lambda: Spent(0.0, {}, {}))
 
     def run(self, prompts: Sequence[Prompt], policy: Policy) -> Iterator[Answer]:
@@ -102,7 +113,7 @@ class Runner:
                 ms[tick.passed.tier] += tick.passed.ms + tick.passed.host_ms
             self._fold(tick, running)
             for settled in tick.settled:
-                yield running.pop(settled.request_id).answer(settled.request_id)
+                yield running.pop(settled.request_id).answer(settled.request_id, self.keeps_hidden)
         self.spent = Spent(time.perf_counter() - began, passes, ms)
 
     def _request(self, prompt: Prompt, policy: Policy) -> Request:
@@ -115,6 +126,7 @@ class Runner:
             policy_name="",
             received=time.time(),
             num_topk=2,
+            keep_hidden=self.keeps_hidden,
             audited=self.audits,
         )
 
@@ -138,22 +150,20 @@ class _Running:
     large_passes: int = 0
     small_passes: int = 0
 
-    def answer(self, prompt: str) -> Answer:
+    def answer(self, prompt: str, hidden: bool) -> Answer:
         steps = [self.steps[seq] for seq in sorted(self.steps)]
         columns = {name: [getattr(step, name) for step in steps] for name in COLUMNS}
-        for name in SIGNALS:
-            columns[name] = [None if step.signals is None else getattr(step.signals, name) for step in steps]
-        large = [_top_two(step) for step in steps]
-        columns |= dict(zip(LARGE_SIGNALS, map(list, zip(*large, strict=True)), strict=True))
+        small, large = [step.signals for step in steps], [step.large_signals for step in steps]
+        for name, of_large in zip(SIGNALS, LARGE_SIGNALS, strict=True):
+            columns[name] = [None if said is None else getattr(said, name) for said in small]
+            columns[of_large] = [None if said is None else getattr(said, name) for said in large]
+        if hidden:
+            columns["hidden"] = [_text(None if said is None else said.hidden) for said in small]
         return Answer(prompt, self.finish, self.large_passes, self.small_passes, columns)
 
 
-def _top_two(step: Step) -> tuple[float | None, float | None]:
-    """The large model's top1_p and gap, where it has seen the position."""
-    if step.large_topk is None:
-        return None, None
-    first, second = (math.exp(logprob) for logprob in step.large_topk.logprobs[:2])
-    return first, first - second
+def _text(state: bytes | None) -> str | None:
+    return None if state is None else base64.b64encode(state).decode()
 
 
 def disagreement(answer: Answer, policy: Policy) -> float:

@@ -41,19 +41,21 @@ def tape_at(data_dir: Path) -> Iterator[Reader]:
         reader.close()
 
 
-def labelled(data_dir: Path) -> Examples:
-    """Every position of the tape where both models' choices are known, weighted by 1/propensity."""
+def labelled(data_dir: Path, *, hidden: bool = False) -> Examples:
+    """Every position of the tape where both models' choices are known, weighted by 1/propensity.
+
+    hidden: only those with a hidden state, and that with them.
+    """
+    names = (*_EXAMPLE_COLUMNS, "hidden") if hidden else _EXAMPLE_COLUMNS
     with tape_at(data_dir) as reader:
-        needed = ", ".join(_EXAMPLE_COLUMNS)
         present = " AND ".join(
-            f"{name} IS NOT NULL" for name in _EXAMPLE_COLUMNS if name not in ("attn_entropy", "propensity")
+            f"{name} IS NOT NULL" for name in names if name not in ("attn_entropy", "propensity")
         )
-        columns = (*_EXAMPLE_COLUMNS, "outcome")
         found = reader.query(
-            f"SELECT {needed} FROM {reader.sql('steps', columns)} WHERE {present}"
+            f"SELECT {', '.join(names)} FROM {reader.sql('steps', (*names, 'outcome'))} WHERE {present}"
             " AND outcome NOT IN ('recovered', 'discarded', 'forced')"
         )
-    return tape_examples({name: found[name].to_pylist() for name in _EXAMPLE_COLUMNS})
+    return tape_examples({name: found[name].to_pylist() for name in names})
 
 
 def write_disagreements(data_dir: Path, tokenizer: Tokenizer, file: IO[str]) -> int:

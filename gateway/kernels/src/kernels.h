@@ -57,7 +57,7 @@ struct Pass {
   const int64_t *tokens, *positions, *rows, *block_table, *wanted;
   void *const *k_cache, *const *v_cache;
   Dtype kv_dtype;
-  float *logits, *attn_entropy;  // [wanted, vocab], [wanted]
+  float *logits, *attn_entropy, *hidden;  // [wanted, vocab], [wanted], [wanted, hidden]: behind the final norm
 };
 
 // What a router needs of one position's logits. Top tokens come most likely first, ties by lowest id; `norm` is the

@@ -274,9 +274,9 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // See gateway/kernels/decoder.py for the shapes.
-  std::tuple<Tensor, Tensor> forward(const Tensor& tokens, const Tensor& positions, const Tensor& rows,
-                                     const Tensor& block_table, const std::vector<Tensor>& k_cache,
-                                     const std::vector<Tensor>& v_cache, const Tensor& wanted) {
+  std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& tokens, const Tensor& positions, const Tensor& rows,
+                                             const Tensor& block_table, const std::vector<Tensor>& k_cache,
+                                             const std::vector<Tensor>& v_cache, const Tensor& wanted) {
     const std::lock_guard<std::mutex> lock(mutex_);  // the scratch is shared
     const Model& m = model_;
     Pass p{};
@@ -293,12 +293,13 @@ class Decoder : public torch::CustomClassHolder {
     const int64_t longest = read_cache(p, rows, positions, block_table, k_cache[0], m.kv_heads, m.head_dim);
     TORCH_CHECK(longest <= m.max_position, "position ", longest - 1, " is past the rotary table");
     Tensor logits = logits_room(p.num_wanted), entropy = at::empty({p.num_wanted}, at::kFloat);
-    p.logits = logits.data_ptr<float>(), p.attn_entropy = entropy.data_ptr<float>();
+    Tensor hidden = at::empty({p.num_wanted, m.hidden}, at::kFloat);
+    p.logits = logits.data_ptr<float>(), p.attn_entropy = entropy.data_ptr<float>(), p.hidden = hidden.data_ptr<float>();
     Scratch s = room(std::max(p.num_tokens, p.num_wanted), longest);
     on_team(path(), kPhasesPerLayer * m.num_layers + 3, [&](const Kernels& kernels, Worker me) {
       kernels.forward(me, m, p, s, path().amx);
     });
-    return {logits, entropy};
+    return {logits, entropy, hidden};
   }
 
  private:

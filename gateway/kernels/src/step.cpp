@@ -231,7 +231,11 @@ void forward(Worker me, const Model& m, const Pass& p, Scratch& s, bool amx) {
   const Activations last = shaped(s.x, p.num_wanted, m.head);
   each(me, p.num_wanted, [&](int64_t i) {
     const int64_t t = p.wanted[i];
-    norm_and_quantize(last, i, s.h + t * m.hidden, m.final_norm, m.hidden, m.eps);
+    const float* h = s.h + t * m.hidden;
+    float* hidden = p.hidden + i * m.hidden;
+    const v16 inverse = splat(inverse_rms(h, m.hidden, m.eps));
+    for (int64_t j = 0; j < m.hidden; j += 16) store(hidden + j, load(h + j) * inverse * load(m.final_norm + j));
+    quantize_groups(last, i, m.hidden, 0, last.groups, [&](int64_t j) { return load(hidden + j); });
     float mean = 0.f;
     for (int64_t head = 0; head < m.heads; ++head) mean += s.entropy[t * m.heads + head];
     p.attn_entropy[i] = mean / static_cast<float>(m.heads);
