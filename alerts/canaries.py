@@ -20,10 +20,9 @@ from alerts.rollout import (
     comparable_metrics,
     user_hash_of,
 )
-from gateway.core import Accept, Mode
+from gateway.core import Mode
 from gateway.policy import Policy
 from gateway.request import Request
-from gateway.router import Router
 
 CONTROL = "control"
 """What a gateway without a name is called."""
@@ -209,7 +208,7 @@ class Canaries:
         if state["current"] is not None:
             self.current = Rollout.from_dict(state["current"])
             self.current.units.lose_pending()
-        self._canary = policy_from(state["canary"]) if state["canary"] is not None else None
+        self._canary = Policy.of(state["canary"]) if state["canary"] is not None else None
         self.worst = [(badness, request_id) for badness, request_id in state["worst"]]
         self._ended = dict(state["ended"])
         self._scorable = dict(state["scorable"])
@@ -224,14 +223,3 @@ def counts(request: Request) -> bool:
     """
     first = request.choice == 0 and request.parent is None
     return first and request.params.get("routing") is None and request.policy.mode is not Mode.SHADOW
-
-
-def policy_from(fields: Mapping[str, Any]) -> Policy:
-    """The policy whose `dataclasses.asdict` this is; raises TypeError or ValueError if it is none."""
-    router = fields.get("router")
-    read = {
-        "mode": Mode(fields["mode"]),
-        "accept": Accept(fields["accept"]),
-        "router": None if router is None else Router.of(router),
-    }
-    return Policy(**{**fields, **read})

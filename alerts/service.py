@@ -16,7 +16,7 @@ import duckdb
 import msgspec
 import structlog
 
-from alerts.canaries import CONTROL, Assignment, Canaries, policy_from
+from alerts.canaries import CONTROL, Assignment, Canaries
 from alerts.config import AlertsConfig, read_secrets
 from alerts.explain import Links
 from alerts.follow import Control, ControlAway, Follower
@@ -82,7 +82,7 @@ class AlertsService:
         self._clock = clock
         self._promoted = StateFile(data_dir / PROMOTED_FILE)
         self.promoted: dict[str, Any] | None = self._load_promoted()
-        stable = policy_from(self.promoted["policy"]) if self.promoted else policies["stable"]
+        stable = Policy.of(self.promoted["policy"]) if self.promoted else policies["stable"]
         base_url = (config.base_url or base_url).rstrip("/")
         store = Store(cursor)
         self._store = store
@@ -303,7 +303,7 @@ class AlertsService:
         try:
             state = self._promoted.load()
             if state is not None:
-                policy_from(state["policy"])
+                Policy.of(state["policy"])
         except StateDamaged as error:
             log.error("promoted_policy_damaged", error=str(error))
             return None

@@ -436,6 +436,8 @@ def markdown() -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

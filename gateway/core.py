@@ -53,6 +53,15 @@ class Action(StrEnum):
     DEFER = "defer"
 
 
+class Kind(StrEnum):
+    """What sort of answer a prompt asks for, as far as its words tell (gateway.kinds)."""
+
+    CODE = "code"
+    SHORT = "short"
+    REASONING = "reasoning"
+    OTHER = "other"
+
+
 class Reason(StrEnum):
     """The rule that decided; a closed set (contract: The tape)."""
 

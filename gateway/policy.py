@@ -10,9 +10,11 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from gateway.core import Accept, Action, Mode, Reason, Signals
+from gateway.core import Accept, Action, Kind, Mode, Reason, Signals
 from gateway.router import Router
 
 EMA_DECAY = 0.9
@@ -39,6 +41,8 @@ class Policy:
     fact_guard: proposals that look like part of a fact (numbers, quotations, names) are deferred.
     probe_rate: share of kept decisions deferred at random, so that labels exist where none would be.
     audit_rate: share of requests whose unverified tokens the large model scores after the answer is sent.
+    large_below, large_kinds: requests that allow fewer output tokens than large_below, and prompts of these
+    kinds, are the large model's alone (`admitted`).
     loop_ngram, loop_limit: a proposal that completes an n-gram (in tokens) the output already holds
     loop_limit times is deferred; loop_limit 0 turns the guard off.
     """
@@ -67,6 +71,24 @@ class Policy:
     loop_limit: int = 3
     probe_rate: float = 0.0
     audit_rate: float = 0.1
+    large_below: int = 0
+    large_kinds: tuple[Kind, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Policy:
+        """From what `asdict` gave, as JSON returns it; what is missing takes its default.
+
+        Raises ValueError, naming settings that this version does not know.
+        """
+        if unknown := sorted(set(settings) - {f.name for f in fields(cls)}):
+            raise ValueError(f"settings this version does not know: {unknown}")
+        read = dict(settings)
+        read["mode"] = Mode(read.get("mode", Mode.ROUTED))
+        read["accept"] = Accept(read.get("accept", Accept.EXACT))
+        read["large_kinds"] = tuple(map(Kind, read.get("large_kinds", ())))
+        if read.get("router") is not None:
+            read["router"] = Router.of(read["router"])
+        return cls(**read)
 
     @property
     def verified(self) -> bool:
@@ -87,6 +109,12 @@ class Policy:
         """12 hex digits naming these settings; equal settings hash alike."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def admitted(policy: Policy, kind: Kind, max_tokens: int) -> Policy:
+    """The policy that a request of this kind and token limit runs under, where it does not say its mode."""
+    alone = max_tokens < policy.large_below or kind in policy.large_kinds
+    return replace(policy, mode=Mode.LARGE_ONLY) if alone and policy.mode is Mode.ROUTED else policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Pure: folds gateway.policy.History over a choice's rows, as the engine did while
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from gateway.core import Accept, Action, Mode, Outcome, Reason, Signals, Tier
 from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup, f32
-from gateway.router import Router
 
 COLUMNS = (
     "idx", "seq", "draft_pos", "token_id", "tier", "action", "reason", "score", "threshold", "top1_p",
@@ -60,18 +59,10 @@ def recorded_policy(settings: Mapping[str, Any]) -> Policy:
 
     Raises UnknownPolicy for settings this version does not know: it could not decide as they say.
     """
-    known = {f.name for f in fields(Policy)}
-    if unknown := sorted(set(settings) - known):
-        raise UnknownPolicy(f"the recorded policy has settings this version does not know: {unknown}")
-    given = dict(settings)
     try:
-        given["mode"] = Mode(given.get("mode", Mode.ROUTED))
-        given["accept"] = Accept(given.get("accept", Accept.EXACT))
-        if given.get("router") is not None:
-            given["router"] = Router.of(given["router"])
+        return Policy.of(settings)
     except ValueError as error:
         raise UnknownPolicy(f"the recorded policy cannot be followed: {error}") from None
-    return Policy(**given)
 
 
 def replay(request_row: Mapping[str, Any], steps: pa.Table) -> ReplayResult:

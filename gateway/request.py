@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gateway.core import AuditStatus, Finished, Sampling, Tier
+from gateway.core import AuditStatus, Finished, Kind, Sampling, Tier
 from gateway.policy import Policy
 from gateway.trace_context import TraceContext
 
@@ -22,7 +22,8 @@ class Request:
 
     prompt_ids: at least one token. policy: resolved, overrides applied. params: the client's own body
     fields, as received, for the tape. num_topk: how many top tokens of each model a step carries (>= 2).
-    keep_hidden: whether steps carry the small model's hidden states even where the policy reads none.
+    kind: what sort of answer the prompt asks for. keep_hidden: whether steps carry the small model's hidden
+    states even where the policy reads none.
     audited: whether unverified tokens are shown to the large model after the answer is sent.
     scope: whose earlier prompts and answers may be reused for this request (a hash of the API key).
     constraint: makes the matcher of a grammar that every token must follow; one matcher a row.
@@ -46,6 +47,7 @@ class Request:
     model: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     num_topk: int = 5
+    kind: Kind = Kind.OTHER
     keep_hidden: bool = False
     parent: str | None = None
     forked_at: int | None = None

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gateway.core import Accept, Mode
+from gateway.core import Accept, Kind, Mode
 from gateway.policy import Policy
 from gateway.router import Router
 
@@ -114,6 +114,20 @@ class PolicyTable(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=T
     fact_guard: Annotated[
         bool | None,
         Meta(description="whether proposals that look like numbers, quotations or names are deferred"),
+    ] = None
+    large_below: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)] | None,
+        Meta(
+            description="requests that allow fewer output tokens than this are the large model's alone, "
+            "unless they name their `mode`; 0: none"
+        ),
+    ] = None
+    large_kinds: Annotated[
+        tuple[Kind, ...] | None,
+        Meta(
+            description="kinds of prompts that are the large model's alone, unless the request names its "
+            "`mode`: " + ", ".join(f"`{kind}`" for kind in Kind)
+        ),
     ] = None
     loop_ngram: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,

@@ -154,7 +154,7 @@ def _unfit(facts: dict[str, Any]) -> Finding:
         0.2,
         f"{facts['unfit_requests']} of {facts['requests']} requests; "
         f"{facts['accepted']} of {facts['drafted']} drafts accepted over all",
-        "Give that kind of prompt a [policy.<name>] with mode large_only, or a small model nearer to it.",
+        "Leave that kind of prompt to the large model (large_kinds), or bring a small model nearer to it.",
     )
 
 
@@ -177,7 +177,7 @@ def _protected(policy: Policy, facts: dict[str, Any]) -> Finding:
         "output tokens in the protected prefix",
         0.3,
         f"{facts['protected']} of {facts['output']} output tokens, protect_first {policy.protect_first}",
-        "Lower protect_first, or send short answers with mode large_only.",
+        "Lower protect_first, or leave short answers to the large model alone (large_below).",
     )
 
 

@@ -101,6 +101,7 @@ def request_row(life: Life, capture: Capture, decode: Decode | None) -> dict[str
         "prompt_preview": _valid(_preview(request.params, prompt)) if full else None,
         "prompt_tokens": len(request.prompt_ids),
         "num_topk": request.num_topk,
+        "kind": request.kind.value,
         "parent": request.parent,
         "forked_at": request.forked_at,
         "user_hash": request.user_hash,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-VERSION = 3
+VERSION = 4
 """Schema version this code writes; it opens and reads every earlier one."""
 
 
@@ -107,6 +107,7 @@ REQUESTS: tuple[Column, ...] = (
         "16 hex digits of the running rollout's salt and the sticky key; null without either",
         since=3,
     ),
+    Column("kind", "VARCHAR", "what the prompt asks for: `code`, `short`, `reasoning`, `other`", since=4),
 )
 
 STEPS: tuple[Column, ...] = (
@@ -157,9 +158,9 @@ STEPS: tuple[Column, ...] = (
     Column("latency_us", "BIGINT", "model time of the pass that settled the row, microseconds"),
     Column("ts", "DOUBLE", "when the row was committed, Unix seconds"),
     Column("fact_value", "FLOAT", "1 where the proposal looks like part of a fact, else 0", since=2),
-    Column("hidden", "BLOB", "small model: last hidden state, float16, where a router reads it", since=3),
-    Column("large_entropy", "FLOAT", "large model: entropy, nats", since=3),
-    Column("large_attn_entropy", "FLOAT", "large model: as attn_entropy, nats", since=3),
+    Column("hidden", "BLOB", "small model: last hidden state, float16, where a router reads it", since=4),
+    Column("large_entropy", "FLOAT", "large model: entropy, nats", since=4),
+    Column("large_attn_entropy", "FLOAT", "large model: as attn_entropy, nats", since=4),
 )
 
 PASSES: tuple[Column, ...] = (

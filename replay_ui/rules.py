@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from gateway.core import Accept, Mode, Signals
+from gateway.core import Mode, Signals
 from gateway.policy import Policy, State, decide, decide_early, decide_lookup
-from gateway.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,7 @@ def policy_of(summary: Mapping[str, Any]) -> Policy | None:
     raw = summary.get("policy")
     try:
         settings = json.loads(raw) if isinstance(raw, str) else dict(raw or {})
-        known = {f.name for f in fields(Policy)}
-        if not settings or not set(settings) <= known:
-            return None
-        settings["mode"] = Mode(settings.get("mode", "routed"))
-        settings["accept"] = Accept(settings.get("accept", "exact"))
-        if settings.get("router") is not None:
-            settings["router"] = Router.of(settings["router"])
-        return Policy(**settings)
+        return Policy.of(settings) if settings else None
     except (ValueError, TypeError):
         return None
 
@@ -133,7 +125,7 @@ def _texts(policy: Policy, row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "load": "routing does not pay now" if row.get("draft_limit") == 0 else "routing pays",
         "lookup": "these tokens were followed by this one before",
-        "mode": str(policy.mode),
+        "mode": _mode(policy),
         "protected": f"position {idx} {'<' if idx < policy.protect_first else '≥'} {policy.protect_first}",
         "draft": f"{number('draft_pos')} of {number('draft_limit')} waiting",
         "budget": "off" if budget is None else f"{number('large_used')} of {budget} large tokens used",
@@ -142,6 +134,13 @@ def _texts(policy: Policy, row: Mapping[str, Any]) -> dict[str, str]:
         "fact": _fact(policy, row),
         "score": scored,
     }
+
+
+def _mode(policy: Policy) -> str:
+    rules = [name for name in ("large_below", "large_kinds") if getattr(policy, name)]
+    if not rules or policy.mode is not Mode.LARGE_ONLY:
+        return str(policy.mode)
+    return f"{policy.mode}, by {' or '.join(rules)}"
 
 
 def _fact(policy: Policy, row: Mapping[str, Any]) -> str:

@@ -120,6 +120,7 @@ def header(summary: Mapping[str, Any], tz: tzinfo, brief: bool = False) -> str:
     facts = [
         ("arm / policy", f"{summary.get('arm') or '?'} / {policy}"),
         ("accept rule", str(setting(summary, "accept") or "?")),
+        ("what the prompt asks for", str(summary.get("kind") or "?")),
         ("output", f"{summary.get('completion_tokens') or 0} tok"),
         ("not written by the large model", f"{share(small_share(summary))} small"),
         ("drafts the large model let stand", f"acc {number(summary.get('draft_acceptance_rate'))}"),

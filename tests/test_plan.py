@@ -8,7 +8,7 @@ from fake_worker import tiny_tokenizer
 
 from gateway.api.plan import Arm, Limits, Origin, plan_completion
 from gateway.api.plan_chat import plan_chat
-from gateway.core import Accept, Mode
+from gateway.core import Accept, Kind, Mode
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.wire import BodyError, CompletionRequest, decode
@@ -205,3 +205,29 @@ def test_logprobs_ask_for_enough_candidates() -> None:
     assert complete()[0].num_topk == 5
     assert complete(logprobs=20)[0].num_topk == 20
     assert chat(logprobs=True, top_logprobs=12)[0].num_topk == 12
+
+
+def test_kinds_and_limits_that_are_the_large_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Policy(large_below=8, large_kinds=(Kind.REASONING,))
+    monkeypatch.setitem(globals(), "ARM", Arm("stable", "stable", rule))
+    monkeypatch.setitem(globals(), "LIMITS", Limits(256, 8))
+    several = complete(prompt=["What is 2 + 2?", "A rhyme."], max_tokens=20)
+    assert [(r.kind, r.policy.mode) for r in several] == [
+        (Kind.REASONING, Mode.LARGE_ONLY),
+        (Kind.OTHER, Mode.ROUTED),
+    ]
+    assert [r.policy.mode for r in complete(max_tokens=7)] == [Mode.LARGE_ONLY]
+    # Token ids are read as the words they stand for.
+    (ids,) = complete(prompt=list(b"2 + 2"), max_tokens=20)
+    assert (ids.kind, ids.policy.mode) == (Kind.REASONING, Mode.LARGE_ONLY)
+    # A client's own mode stands, its other keys do not hold the rule up.
+    (asked,) = complete(prompt="2 + 2", max_tokens=20, routing={"mode": "routed"})
+    (tuned,) = complete(prompt="2 + 2", max_tokens=20, routing={"threshold": 0.2})
+    assert (asked.policy.mode, tuned.policy.mode) == (Mode.ROUTED, Mode.LARGE_ONLY)
+    # Of a chat, the last thing the user said.
+    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    last = {"role": "user", "content": [{"type": "text", "text": "Thanks"}]}
+    (said,) = chat(messages=[*turns, last], max_tokens=20)
+    assert (said.kind, said.policy.mode) == (Kind.OTHER, Mode.ROUTED)
+    (said,) = chat(messages=turns, max_tokens=20)
+    assert said.kind is Kind.REASONING

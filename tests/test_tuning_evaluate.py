@@ -11,7 +11,7 @@ from test_tuning_curve import COSTS, prompts
 from tiny_pair import TinyPair
 
 from gateway import cli
-from gateway.core import Accept, Mode, Tier
+from gateway.core import Accept, Kind, Mode, Tier
 from gateway.policy import Policy
 from gateway.tuning import evaluation_report as told
 from gateway.tuning.evaluate import agreement, cost, groups, large_only, measured_speed, run_policy
@@ -78,6 +78,7 @@ def test_groups_part_the_prompts(done: Evaluation) -> None:
     found = groups(done.task, done.results[2], done.results[0], COSTS)
     assert {g.name: g.num_prompts for g in found} == {
         "answers of 17 to 64 tokens": 8,
+        "detected other": 8,
         "kind even": 4,
         "kind odd": 4,
     }
@@ -112,7 +113,22 @@ def test_a_task_without_a_metric_is_agreement_alone(tiny_pair: TinyPair, tmp_pat
         "Policies",
         "By kind of prompt: trust",
     ]
-    assert len(told.groups_table(done, results[1])[1]) == 1
+    assert [row[0] for row in told.groups_table(done, results[1])[1]] == [
+        "answers of up to 16 tokens",
+        "detected other",
+    ]
+
+
+def test_kinds_left_to_the_large_model_are_its_alone(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """A policy's rule holds in evaluation as it would when served."""
+    short = Prompt("s", "", ({"role": "user", "content": "Answer yes or no: is it late?"},))
+    task = Task("mine", [*prompts(3), short], None, False, lambda prompt, answer: {})
+    runner, saved = Runner(tiny_pair.engine(), 12), Saved(tmp_path / "s.jsonl", {})
+    rule = replace(TRUST, protect_first=0, large_kinds=(Kind.SHORT,))
+    result = run_policy(runner, saved, task, tiny_pair.tokenizer, "rule", rule)
+    by_large = [answer.count(Tier.LARGE) / len(answer.tokens) for answer in result.answers]
+    assert by_large[3] == 1.0
+    assert max(by_large[:3]) < 1.0
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _recorded(service: Service, engine: Engine, row: Mapping[str, Any]) -> Reque
     else:
         completion = msgspec.convert(params | {"prompt": prompt}, CompletionRequest)
         (planned,) = plan_completion(completion, origin, arm, service.policies, engine.tokenizer, limits)
-    return replace(planned, prompt_ids=tuple(prompt), params=row["params"])
+    return replace(planned, policy=policy, prompt_ids=tuple(prompt), params=row["params"])
 
 
 def _written(steps: pa.Table) -> list[tuple[int, Tier]]:

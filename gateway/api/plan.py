@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.core import Mode, Sampling
-from gateway.policy import Policy
+from gateway.core import Kind, Mode, Sampling
+from gateway.kinds import kind_of
+from gateway.policy import Policy, admitted
 from gateway.request import Request
 from gateway.routing import PolicyConflict, Routing, overlay
 from gateway.sampling import Constraint
@@ -79,7 +80,17 @@ def plan_completion(
     top = max(body.logprobs or 0, body.prompt_logprobs or 0)
     reads_prompt = body.prompt_logprobs is not None or bool(body.echo and body.logprobs is not None)
     return requests_for(
-        body, top, prompts, max_tokens, origin, arm, policies, tokenizer, limits, reads_prompt=reads_prompt
+        body,
+        top,
+        prompts,
+        [kind_of(text) for text in _texts(body.prompt, prompts, tokenizer)],
+        max_tokens,
+        origin,
+        arm,
+        policies,
+        tokenizer,
+        limits,
+        reads_prompt=reads_prompt,
     )
 
 
@@ -87,6 +98,7 @@ def requests_for(
     body: DecodingRequest,
     num_logprobs: int,
     prompts: Sequence[Sequence[int]],
+    kinds: Sequence[Kind],
     max_tokens: int,
     origin: Origin,
     arm: Arm,
@@ -98,7 +110,7 @@ def requests_for(
     reads_prompt: bool = False,
     constraint: Callable[[], Constraint] | None = None,
 ) -> tuple[Request, ...]:
-    """n Requests for each prompt; raises BodyError for what no engine could serve."""
+    """n Requests for each prompt, of the kind beside it; raises BodyError for what no engine could serve."""
     n = body.n or 1
     if n * len(prompts) > limits.max_choices:
         field = "n" if n > 1 else "prompt"
@@ -111,6 +123,8 @@ def requests_for(
         _check_length(len(prompt), max_tokens, limits.max_model_len, prompt_field)
     sampling = _sampling(body, max_tokens, tokenizer)
     policy_name, policy = overlaid(body.routing, arm.policy_name, arm.policy, policies)
+    # What a client asked for by name is what it gets.
+    says_mode = body.routing is not None and body.routing.mode is not None
     if reads_prompt:
         policy = _reading_the_prompt(policy)
         if body.stream and getattr(body, "prompt_logprobs", None) is not None:
@@ -122,7 +136,7 @@ def requests_for(
             choice=index * n + i,
             prompt_ids=tuple(prompt),
             sampling=sampling,
-            policy=policy,
+            policy=policy if says_mode else admitted(policy, kind, max_tokens),
             policy_name=policy_name,
             received=origin.received,
             arm=arm.name,
@@ -130,6 +144,7 @@ def requests_for(
             model=body.model,
             params=params,
             num_topk=max(5, num_logprobs),
+            kind=kind,
             audited=chosen("audit", origin.id, policy.audit_rate),
             constraint=constraint,
             scope=origin.scope,
@@ -137,7 +152,7 @@ def requests_for(
             user_hash=arm.user_hash,
             context=origin.context,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
         for i in range(n)
     )
 
@@ -224,6 +239,16 @@ def _prompts(prompt: str | Sequence[str | int | list[int]], tokenizer: Tokenizer
         for item in prompt
         if not isinstance(item, int)
     ]
+
+
+def _texts(
+    prompt: str | Sequence[str | int | list[int]], encoded: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> list[str]:
+    """The prompts as words, where the client sent token ids too."""
+    given = [prompt] if isinstance(prompt, str) else prompt
+    if all(isinstance(item, str) for item in given):
+        return [str(item) for item in given]
+    return [tokenizer.decode(list(ids)) for ids in encoded]
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.api.plan import Arm, Limits, Origin, requests_for
 from gateway.api.tools import offered
+from gateway.kinds import kind_of
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.sampling import Constraint
@@ -45,6 +46,7 @@ def plan_chat(
         body,
         max(body.top_logprobs or 0, body.prompt_logprobs or 0),
         [prompt],
+        [kind_of(_last_question(body))],
         max_tokens,
         origin,
         arm,
@@ -55,6 +57,19 @@ def plan_chat(
         reads_prompt=body.prompt_logprobs is not None,
         constraint=constraint,
     )
+
+
+def _last_question(body: ChatRequest) -> str:
+    """The words of the last user message; empty where there is none."""
+    said = (_words(message) for message in reversed(body.messages) if message.role == "user")
+    return next(said, "")
+
+
+def _words(message: Message) -> str:
+    """The message's text, its parts joined."""
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.text for part in message.content or ())
 
 
 def _chat_prompt(body: ChatRequest, tokenizer: Tokenizer) -> list[int]:
@@ -89,9 +104,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     """The message as chat templates take it: parts joined, `developer` as `system`, arguments as objects."""
     values: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": message.content
-        if isinstance(message.content, str)
-        else "".join(part.text for part in message.content or ()),
+        "content": _words(message),
     }
     if message.content is None and not message.tool_calls:
         raise BodyError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gateway.config import Calibration, ConfigError
 from gateway.core import Accept, Mode, Tier
-from gateway.policy import Policy
+from gateway.policy import Policy, admitted
 from gateway.progress import say
 from gateway.request import Served
 from gateway.tuning import curve, learn
@@ -123,7 +123,10 @@ def calibrate(
         learned = learn.learn(training, held, say)
         if learned.router is not None:
             base = replace(base, router=learned.router)
-    tracks = [curve.track(answer, base) for answer in tuned]
+    tracks = [
+        curve.track(answer, admitted(base, prompt.detected, runner.max_tokens))
+        for prompt, answer in zip(parts.tune, tuned, strict=True)
+    ]
     points = curve.draw(tracks, base, costs)
     tried = candidates(tracks, target, len(parts.held))
     base = replace(base, draft_length=curve.best_draft_length(tracks, base, tried[-1], costs))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gateway.core import Reason, Tier
+from gateway.core import Mode, Reason, Tier
 from gateway.load import CostTable
 from gateway.policy import Policy, State, f32, score
 from gateway.tuning.run import Answer
@@ -58,6 +58,7 @@ def track(answer: Answer, policy: Policy) -> Track:
     """The positions of a shadow answer, scored anew under `policy`."""
     columns, rows = answer.columns, answer.written
     scores, agrees, free = [], [], []
+    routed = policy.mode is not Mode.LARGE_ONLY
     for i in rows:
         signals = answer.signals(i)
         if signals is None:
@@ -69,7 +70,7 @@ def track(answer: Answer, policy: Policy) -> Track:
             scores.append(score(policy, state, signals))
         agrees.append(columns["small_choice"][i] == columns["large_choice"][i])
         guarded = columns["reason"][i] == Reason.LOOP_GUARD
-        free.append(columns["idx"][i] >= policy.protect_first and not guarded)
+        free.append(routed and columns["idx"][i] >= policy.protect_first and not guarded)
     fact = np.array([bool(columns["fact_value"][i]) for i in rows], dtype=bool)
     free_now = np.array(free, dtype=bool) & ~(fact if policy.fact_guard else np.zeros_like(fact))
     return Track(np.array(scores), np.array(agrees, dtype=bool), free_now, fact)

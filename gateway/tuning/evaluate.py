@@ -134,11 +134,13 @@ class Group:
 
 
 def groups(task: Task, routed: Result, base: Result, costs: Costs) -> list[Group]:
-    """Results by kind of prompt and by length of the large model's answer."""
+    """Results by kind of prompt, by the kind that a gateway would tell (which a policy's large_kinds may
+    name), and by length of the large model's answer."""
     members: dict[str, list[int]] = {}
     for i, prompt in enumerate(task.prompts):
         if prompt.kind:
             members.setdefault(f"kind {prompt.kind}", []).append(i)
+        members.setdefault(f"detected {prompt.detected}", []).append(i)
         length = len(base.answers[i].tokens)
         label = next(name for limit, name in LENGTHS if length <= limit)
         members.setdefault(f"answers of {label}", []).append(i)

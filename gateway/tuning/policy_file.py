@@ -44,4 +44,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         # TOML's basic strings are JSON's, for the text that occurs here.
         return json.dumps(str(value))
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import ConfigError
+from gateway.core import Kind
+from gateway.kinds import kind_of
 from gateway.text import ChatTemplateError, Tokenizer
 
 KNOWN_KEYS = frozenset({"id", "kind", "prompt", "messages", "reference"})
@@ -32,6 +34,12 @@ class Prompt:
     def digest(self) -> str:
         """16 hex digits naming what the models are asked."""
         return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def detected(self) -> Kind:
+        """The kind that a gateway would tell from the last user message."""
+        said = (str(m["content"]) for m in reversed(self.messages) if m["role"] == "user")
+        return kind_of(next(said, ""))
 
     def ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Token ids: by the chat template where there is one, else the messages' texts in lines."""

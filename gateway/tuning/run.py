@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.core import UNWRITTEN, Accept, FinishReason, Outcome, Sampling, Signals, Step, Tick, Tier
 from gateway.engine import Engine
-from gateway.policy import Policy
+from gateway.policy import Policy, admitted
 from gateway.request import Request
 from gateway.tuning.prompts import Prompt
 
@@ -122,7 +122,7 @@ class Runner:
             choice=0,
             prompt_ids=prompt.ids(self.engine.tokenizer),
             sampling=Sampling(max_tokens=self.max_tokens, seed=0, temperature=0.0),
-            policy=policy,
+            policy=admitted(policy, prompt.detected, self.max_tokens),
             policy_name="",
             received=time.time(),
             num_topk=2,
