@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import ConfigError, load_config
-from gateway.remote import running_gateway
+from gateway.remote import data_dir_of, running_gateway
 
 
 def add_to(commands: Any) -> None:
@@ -34,12 +34,10 @@ def _spotcheck(arguments: argparse.Namespace) -> int:
 
     if not 1 <= arguments.n <= 500:
         raise ConfigError("--n: 1 to 500")
-    overrides = {} if arguments.data_dir is None else {"logs.data_dir": arguments.data_dir}
-    data_dir = load_config(None, os.environ, overrides).data_dir
+    data_dir = data_dir_of(arguments.data_dir)
     url = arguments.url or running_gateway(data_dir)
     if url is not None:
-        desk = HttpDesk(url, os.environ.get("TOKENTAPE_API_KEY"))
-        counts = check(desk, arguments.n, arguments.reviewer, input, print)
+        counts = check(HttpDesk(url), arguments.n, arguments.reviewer, input, print)
     else:
         with tape_desk(data_dir) as feedback:
             counts = check(feedback, arguments.n, arguments.reviewer, input, print)

@@ -136,3 +136,34 @@ def test_no_running_gateway_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rollout(tmp_path, "status") == 2
     assert "--url" in capsys.readouterr().err
     assert main(["diagnose", "--url", "http://127.0.0.1:9"]) == 2
+
+
+def test_spot_checks_go_through_the_gateway_that_holds_the_tape(
+    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["g reads well", "b", "q"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+
+    assert main(["spotcheck", "--n", "3", "--reviewer", "ada", "--data-dir", str(tmp_path)]) == 0
+
+    told = capsys.readouterr().out
+    rated = [line.rpartition(": ")[2] for line in told.splitlines() if line.startswith("--- ")][:2]
+    traces = [gateway.http.get(f"/v1/traces/{trace}").json() for trace in rated]
+    said = [(r["verdict"], r["note"], r["reviewer"]) for trace in traces for r in trace["reviews"]]
+    assert said == [("good", "reads well", "ada"), ("bad", None, "ada")]
+    assert all(trace["choices"][0]["answer_text"] in told for trace in traces)
+    assert told.splitlines()[-1].startswith("good 50.0% of 2 [")
+    # What was rated is not drawn again; the third was skipped.
+    left = gateway.http.get("/v1/reviews/sample?n=9").json()["data"]
+    assert len(left) == 1
+    assert left[0]["request_id"] not in rated
+
+
+def test_a_spot_check_that_the_gateway_refuses(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "g " + "x" * 100_000)
+    assert main(["spotcheck", "--n", "1", "--url", gateway.url]) == 2
+    assert "refused: note" in capsys.readouterr().err
+    assert main(["spotcheck", "--url", "http://127.0.0.1:1"]) == 2
+    assert "no gateway answers" in capsys.readouterr().err

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-import httpx
-
 from gateway.config import ConfigError
 from gateway.intervals import wilson
+from gateway.remote import ask
 from logs.feedback import Feedback, Verdict
 from logs.recorder import Recorder
 from logs.tape import TapeBusy, TapeUnwritable
 
 KEYS: dict[str, Verdict] = {"g": "good", "b": "bad", "u": "unsure"}
-TIMEOUT_S = 30.0
 
 
 class Desk(Protocol):
@@ -33,29 +31,18 @@ class Desk(Protocol):
 
 
 class HttpDesk:
-    """Through the gateway that holds the tape; raises ConfigError where it refuses."""
+    """Through the gateway at `url`, which holds the tape; raises ConfigError where it refuses."""
 
-    def __init__(self, url: str, key: str | None) -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def sample(self, n: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._ask("GET", f"/v1/reviews/sample?n={n}")["data"]
+        found: list[dict[str, Any]] = ask(self.url, "GET", "/v1/reviews/sample", params={"n": n})["data"]
         return found
 
     def review(self, request_id: str, verdict: Verdict, note: str | None, reviewer: str | None) -> None:
         body = {"verdict": verdict, "note": note, "reviewer": reviewer}
-        self._ask("POST", f"/v1/traces/{quote(request_id, safe='')}/reviews", json=body)
-
-    def _ask(self, method: str, path: str, **more: Any) -> dict[str, Any]:
-        try:
-            answer = self._http.request(method, path, **more)
-        except httpx.HTTPError as error:
-            raise ConfigError(f"--url: no gateway answers at {self._http.base_url}: {error}") from None
-        if answer.is_error:
-            raise ConfigError(f"the gateway refused: {answer.status_code} {answer.text[:200]}")
-        body: dict[str, Any] = answer.json()
-        return body
+        ask(self.url, "POST", f"/v1/traces/{quote(request_id, safe='')}/reviews", body=body)
 
 
 @contextmanager
@@ -72,11 +59,11 @@ def tape_desk(data_dir: Path) -> Iterator[Feedback]:
 
 
 def check(
-    desk: Desk, n: int, reviewer: str | None, ask: Callable[[str], str], show: Callable[[str], None]
+    desk: Desk, n: int, reviewer: str | None, read: Callable[[str], str], show: Callable[[str], None]
 ) -> dict[Verdict, int]:
     """Show up to n answers and keep what is said of each; how many got which verdict.
 
-    ask: a line from the reviewer: g, b, u and perhaps a note behind it; empty skips, q (or the end) stops.
+    read: a line from the reviewer: g, b, u and perhaps a note behind it; empty skips, q (or the end) stops.
     """
     counts: dict[Verdict, int] = {"good": 0, "bad": 0, "unsure": 0}
     drawn = desk.sample(n)
@@ -85,7 +72,7 @@ def check(
         for choice in trace.get("choices") or [trace]:
             show(f"PROMPT  {choice.get('prompt_preview') or '(not kept)'}")
             show(f"ANSWER  {choice.get('answer_text') or '(not kept)'}")
-        verdict, note = _verdict(ask, show)
+        verdict, note = _verdict(read, show)
         if verdict == "q":
             break
         if verdict is not None:
@@ -94,10 +81,10 @@ def check(
     return counts
 
 
-def _verdict(ask: Callable[[str], str], show: Callable[[str], None]) -> tuple[str | None, str | None]:
+def _verdict(read: Callable[[str], str], show: Callable[[str], None]) -> tuple[str | None, str | None]:
     while True:
         try:
-            line = ask("[g]ood, [b]ad, [u]nsure (a note may follow), empty to skip, q to stop: ").strip()
+            line = read("[g]ood, [b]ad, [u]nsure (a note may follow), empty to skip, q to stop: ").strip()
         except EOFError:
             return "q", None
         if not line:
