@@ -1,6 +1,6 @@
 """Prompts that anyone can make again: functions of Python's own library, told by signature and docstring.
 
-    python -m gateway.tuning.stdlib_prompts prompts.jsonl --num 545
+    python -m gateway.tuning.stdlib_prompts prompts.jsonl --num 450
 
 The library (PSF licence) is on every machine that runs this; the same Python version gives the same file.
 """
@@ -15,11 +15,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-INSTRUCTION = (
-    "Write this Python function. Reply with its code in one block, without docstring and comments, and "
-    "nothing else.\n\n```python\n{stub}\n```"
-)
-SHORTEST, LONGEST = 40, 300
+INSTRUCTION = "Write this Python function. Reply with code only, no docstring, no comments.\n\n{stub}"
+SHORTEST, LONGEST = 40, 160
 """Length in characters of a docstring that says enough and not too much."""
 
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"})
@@ -57,7 +54,7 @@ def main() -> None:
     """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--num", type=int, default=400, help="how many (default 400)")
+    parser.add_argument("--num", type=int, default=450, help="how many (default 450)")
     arguments = parser.parse_args()
     root = Path(sysconfig.get_paths()["stdlib"])
     arguments.out.write_text("".join(f"{line}\n" for line in lines(root, arguments.num)), "utf-8")
