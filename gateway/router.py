@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import Any
 
 from gateway.core import Signals
@@ -104,7 +105,8 @@ class Router:
         inputs = features(signals, idx, run_share, ema_acceptance)
         if self.probe:
             state = struct.unpack(f"<{len(self.probe)}e", signals.hidden or b"")
-            inputs += (_dot(self.probe, state, 0.0),)
+            # Products of float16 and float32 are exact, and fsum rounds their sum once: no order matters.
+            inputs += (math.fsum(map(mul, self.probe, state)),)
         x: Sequence[float] = [
             (value - mean) / scale for value, mean, scale in zip(inputs, self.mean, self.scale, strict=True)
         ]
