@@ -199,7 +199,9 @@ def _same_token(
     by_large = rows.tier[written] is Tier.LARGE or _agrees(rows, written)
     if decision.action is Action.DEFER or policy.mode in (Mode.SHADOW, Mode.LARGE_ONLY):
         return by_large
-    if policy.verified and policy.accept is Accept.EXACT:
+    looked_up = decision.reason is Reason.LOOKUP_HIT
+    if (policy.verified and policy.accept is Accept.EXACT) or (looked_up and policy.accept is Accept.TRUST):
+        # Nothing stands there but the large model's own token.
         return by_large
     same_rule = replace(recorded, mode=policy.mode) if recorded.mode is Mode.SHADOW else recorded
     if (

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pyarrow as pa
 import pytest
 from fakes import ask_for, decode, fake_engine, near, noise_logits
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.core import Accept, Mode, Reason, Tier
@@ -77,7 +77,14 @@ def test_every_decision_of_the_engine_replays(policy, budget, temperature, seed)
     assert result.decisions > 0 or not answer.output
 
 
+LOOKED_UP = Policy(
+    accept=Accept.TRUST, threshold=0.0, draft_length=1, protect_first=0, max_small_run=1, loop_limit=0
+)
+"""Under it the large model turns looked-up tokens down."""
+
+
 @settings(max_examples=50, deadline=None)
+@example(LOOKED_UP, None, 1.0, 0)
 @given(policies, st.none() | st.integers(2, 8), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
 def test_what_if_nothing_changed_then_nothing_flips(policy, budget, temperature, seed):
     policy, answer = run(policy, budget=budget, temperature=temperature, seed=seed)
