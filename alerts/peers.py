@@ -15,7 +15,6 @@ from typing import Any
 import duckdb
 
 from alerts.answers import Row
-from alerts.canaries import policy_from
 from alerts.intake import Intake
 from gateway.core import (
     Action,
@@ -29,6 +28,7 @@ from gateway.core import (
     Tier,
     Timings,
 )
+from gateway.policy import Policy
 from gateway.request import Request, Served, Trace
 from logs.segments import Segment, listed, spanning
 
@@ -105,7 +105,7 @@ def _request(row: Mapping[str, Any]) -> Request:
         choice=row["choice"],
         prompt_ids=(),
         sampling=Sampling(max_tokens=1, seed=0),
-        policy=policy_from(json.loads(row["policy"])),
+        policy=Policy.of(json.loads(row["policy"])),
         policy_name=row["policy_name"],
         received=row["received"],
         arm=row["arm"],

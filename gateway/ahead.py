@@ -91,7 +91,8 @@ class Ahead:
         ms = (time.perf_counter() - began) * 1e3
         said, fed = drafts
         asks = [ask for job in jobs for ask in job.asks] + [job.asks[-1] for job in jobs] * self.steps
-        flat = iter(read(said.logits[:, : self.vocab_size], asks, said.attn_entropy, self.model.summarize))
+        logits = said.logits[:, : self.vocab_size]
+        flat = iter(read(logits, asks, said.attn_entropy, summarize=self.model.summarize))
         readings = [[next(flat) for _ in job.asks] for job in jobs]
         behind = list(flat)
         for row, (job, tokens) in enumerate(zip(jobs, fed.T.tolist(), strict=True)):
@@ -102,5 +103,7 @@ class Ahead:
 
 
 def _plain(job: Job) -> bool:
-    """Whether what comes next is asked for, and every answer is greedy and of the logits as they are."""
-    return bool(job.asks) and all(ask.plain and ask.sampling.temperature == 0 for ask in job.asks)
+    """Whether what comes next is asked for, and all answers are greedy and of the logits as they are."""
+    return bool(job.asks) and all(
+        ask.plain and not ask.hidden and ask.sampling.temperature == 0 for ask in job.asks
+    )

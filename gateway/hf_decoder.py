@@ -23,8 +23,9 @@ class HFDecoder:
     """A Hugging Face model as it is. Rows that feed equally many tokens run as one batch, padded on the left
     as `generate` does, so that every family's positions and masks come out as its authors meant them.
 
-    Attention entropy and hidden states are not measured. Raises ValueError, naming the reason, where keys and values are not one
-    plain entry a token and layer, or where ragged rows and dropped drafts do not give the model's own logits.
+    Attention entropy and hidden states are not measured. Raises ValueError, naming the reason, where keys and
+    values are not one plain entry a token and layer, or where ragged rows and dropped drafts do not give the
+    model's own logits.
     """
 
     num_spare_blocks = 0

@@ -17,10 +17,12 @@ from gateway.local import local_tiers
 from gateway.models import CausalLM
 from gateway.policy import Policy
 from gateway.request import Request
+from gateway.router import Router
 from gateway.sampling import Ask
 from gateway.scheduler import Scheduler
 from gateway.static_decoder import StaticDecoder
 from gateway.tier import Job, Scorer
+from gateway.tiny import HIDDEN
 from gateway.torch_decoder import TorchDecoder
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ POLICIES = {
     "small only": Policy(mode=Mode.SMALL_ONLY),
     "shadow": Policy(mode=Mode.SHADOW),
     "penalised": Policy(small_repetition_penalty=1.3),
+    "probing": Policy(
+        router=Router((0.0,) * 9, (1.0,) * 9, (), (), (*(0.0,) * 8, 1.0), 0.0, (0.0625,) * HIDDEN)
+    ),
 }
 
 
