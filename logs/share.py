@@ -53,7 +53,7 @@ class ShareError(Exception):
 
 
 class ShareTaken(ShareError):
-    """Another data directory writes under this gateway's name."""
+    """The name is another data directory's, or not the one that this one has had before."""
 
 
 class _Foreign(Exception):
@@ -72,7 +72,7 @@ class Synced:
 class Share:
     """One gateway's side of the shared storage. Not for two threads at a time.
 
-    Raises ShareError where the URL cannot be used, ShareTaken where another data directory has the name.
+    Raises ShareError where the URL cannot be used, ShareTaken where the name cannot be had.
     """
 
     def __init__(self, url: str, gateway: str, data_dir: Path) -> None:
@@ -111,15 +111,15 @@ class Share:
         """Put the marker, or find it ours."""
         id_file = self._data_dir / ID_FILE
         if not id_file.exists():
-            id_file.write_text(secrets.token_hex(16), encoding="utf-8")
+            id_file.write_text(f"{secrets.token_hex(16)} {self.gateway}", encoding="utf-8")
+        self._id, _, named = id_file.read_text(encoding="utf-8").strip().partition(" ")
+        if named != self.gateway:
+            # Its segments lie there under the old name; under a new one they would all be there twice.
+            raise ShareTaken(f"this data directory is {named!r} in the fleet and must stay so")
         if not self._files.exists(self._marker):
             self._files.makedirs(f"{self._root}/{self.gateway}", exist_ok=True)
             self._files.pipe_file(self._marker, json.dumps({"id": self._id}).encode())
         self._check_claim()
-
-    @property
-    def _id(self) -> str:
-        return (self._data_dir / ID_FILE).read_text(encoding="utf-8").strip()
 
     def _check_claim(self) -> None:
         """An unmounted path looks like an empty one: without the marker nothing is concluded from it."""

@@ -201,6 +201,13 @@ def test_one_name_is_one_data_directory(fleet):
     Recorder(fleet.folder / "other").close()
 
 
+def test_a_data_directory_keeps_its_name(fleet):
+    fleet.put("a", "a1")
+    fleet.recorders.pop("a").close()
+    with pytest.raises(ShareTaken, match="is 'a' in the fleet"):
+        Recorder(fleet.folder / "a", gateway="renamed", share=fleet.url)
+
+
 def test_an_unknown_storage_is_named(tmp_path):
     with pytest.raises(ShareError, match="nosuch"):
         Recorder(tmp_path, gateway="a", share="nosuch://x")
@@ -283,7 +290,7 @@ def test_a_url_works_like_a_path(tmp_path):
     fleet.close_segments("a", "b")
     assert ids(fleet["b"].reader()) == ["a1"]
     marker = json.loads(fsspec.filesystem("memory").cat_file("/bucket/tape/fleet/a/gateway.json"))
-    assert marker["id"] == (tmp_path / "a" / "fleet.id").read_text()
+    assert (tmp_path / "a" / "fleet.id").read_text() == f"{marker['id']} a"
     assert len(own(fleet["a"].cursor())) == 1
     for recorder in fleet.recorders.values():
         recorder.close()
