@@ -12,10 +12,10 @@ DEV := $(VENV)/.dev-installed
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 
-.PHONY: help install serve test e2e soak lint bench clean
+.PHONY: help install serve test e2e soak lint bench gpu-check clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(SERVE)  ## the virtual environment .venv
 
@@ -39,6 +39,11 @@ lint: $(DEV)  ## ruff and mypy strict
 
 bench: $(SERVE)  ## the speed table, as ratios measured in one run
 	$(BIN)/tokentape bench
+
+gpu-check: $(DEV)  ## on a CUDA device: equality tests, then the synthetic bench; under four minutes
+	$(BIN)/python -m pytest -m gpu
+	TOKENTAPE_MODELS_DEVICE=cuda $(BIN)/tokentape bench --synthetic 0.5B:7B --agreement 0.85 \
+		--rows 1,8,32 --tokens 64 --repeats 1 --settings "routed exact"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

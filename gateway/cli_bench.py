@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gateway.cli_serve import QUIET_OPENMP, Commands
 from gateway.config import Config, ConfigError, load_config
+from gateway.core import Tier
 
 if TYPE_CHECKING:
     from gateway.bench.runs import Bench, Setting
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         overrides["models.preset"] = arguments.preset
     config = load_config(arguments.config, os.environ, overrides)
 
+    from gateway.bench import floor
     from gateway.bench.plot import plot
     from gateway.bench.runs import Bench
     from gateway.bench.table import Line, compare, header, row
@@ -91,8 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(header(), flush=True)
     cells = [(w, num, arguments.tokens or w.max_tokens) for w in workloads for num in rows]
     lines: list[Line] = []
+    warm = config.models.device == "cuda"
     for workload, num, tokens in cells:
-        lines += compare(bench, workload, num, settings, arguments.repeats, tokens, _told(row))
+        lines += compare(bench, workload, num, settings, arguments.repeats, tokens, _told(row), warm=warm)
+    for tier, model in ((Tier.SMALL, loaded.small), (Tier.LARGE, loaded.large)):
+        if loaded.costs is not None and (said := floor.line(tier, model, loaded.costs[tier])) is not None:
+            print(said, flush=True)
     held = _hold_against(arguments, config, bench, peers, cells) if peers else []
     if arguments.json is not None:
         found = {"served": str(loaded.served), "lines": [line.as_dict() for line in lines], "peers": held}
@@ -174,7 +180,8 @@ def _hold_against(
     cells: list[tuple[Workload, int, int]],
 ) -> list[dict[str, object]]:
     from gateway import presets
-    from gateway.bench.beside import against, beside, build, peer_header, peer_row
+    from gateway.bench.beside import beside, build, peer_header, peer_row
+    from gateway.bench.settings import LARGE_ONLY, everything
 
     def gguf() -> Path | None:
         found: Path | None = arguments.gguf or presets.gguf_of_large(config.models)
@@ -182,7 +189,7 @@ def _hold_against(
 
     pair = presets.resolve(config.models)
     peers = build(names, pair, min(bench.loaded.tokenizer.eos_ids), gguf)
-    settings = _settings(arguments) if arguments.settings else against()
+    settings = [LARGE_ONLY, *(_settings(arguments) if arguments.settings else [everything()])]
     print(peer_header(), flush=True)
     return [
         line.as_dict()

@@ -10,6 +10,7 @@ Without CUDA the same code runs as it stands, which is how it is tested.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class StaticDecoder(TorchDecoder):
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
         self._batches: dict[Bucket, Batch] = {}
-        self._graphs: dict[Bucket, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
+        self.graphs: dict[Bucket, Callable[[], tuple[Tensor, ...]]] = {}
         self._pool: Any = None
 
     def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward:
@@ -150,20 +151,19 @@ class StaticDecoder(TorchDecoder):
         cache: KVCache,
         work: Work,
     ) -> tuple[Tensor, ...]:
-        """What `work` gives for the feeds as a batch of that bucket; captured at the bucket's first use."""
+        """What `work` gives for the feeds as a batch of that bucket; recorded at the bucket's first use."""
         if bucket not in self._batches:
             self._batches[bucket] = Batch(bucket, self.device)
         batch = self._batches[bucket]
         batch.fill(feeds, cache.block_size, cache.num_blocks)
-        if self.device.type != "cuda":
-            return work(batch)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(batch, work)
-        graph, out = self._graphs[bucket]
-        graph.replay()
-        return out
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._record(batch, work)
+        return self.graphs[bucket]()
 
-    def _capture(self, batch: Batch, work: Work) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    def _record(self, batch: Batch, work: Work) -> Callable[[], tuple[Tensor, ...]]:
+        """Something to call whenever the batch was filled anew: a captured graph, or the work itself."""
+        if self.device.type != "cuda":
+            return partial(work, batch)
         # Once outside, on another stream: what libraries set up at first use must not be captured. The pass
         # writes the same keys and values every time, so that running it again does no harm.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -176,7 +176,12 @@ class StaticDecoder(TorchDecoder):
             out = work(batch)
         # Graphs never run at the same time, so that they can share their memory.
         self._pool = self._pool or graph.pool()
-        return graph, out
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return out
+
+        return replay
 
     def _drafts(self, batch: Batch, steps: int, vocab_size: int, cache: KVCache) -> tuple[Tensor, ...]:
         """Hidden states and entropies of the first pass; logits and entropies [(1 + steps) * rows, ...]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes import ask_for, decode
+from recorded import RecordedDecoder
 from transformers import AutoModelForCausalLM
 
 from gateway.ahead import Ahead
@@ -93,21 +94,21 @@ def test_drafting_ahead_changes_no_token_and_no_decision(
 
 
 def test_a_kept_draft_takes_one_pass_of_the_model(
-    tiny_pair: TinyPair, models: dict[Tier, CausalLM], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    models = load(tiny_pair, RecordedDecoder)
     calls = []
     for name in ("draft", "forward"):
         real = getattr(models[Tier.SMALL], name)
         note = lambda *args, name=name, real=real: calls.append(name) or real(*args)  # noqa: E731
         monkeypatch.setattr(models[Tier.SMALL], name, note)
-    ahead = Ahead(models[Tier.SMALL], tiny_pair.large.vocab_size, steps=4)
+    ahead = Ahead(models[Tier.SMALL], tiny_pair.large.vocab_size, steps=2)
     tiers: dict[Tier, Scorer] = {**local_tiers(models), Tier.SMALL: ahead}
-    policy = Policy(mode=Mode.SMALL_ONLY)
-    answer = decode(
-        engine(tiny_pair, tiers), [ask_for("s", (72, 105), policy=policy, max_tokens=25, ignore_eos=True)]
-    )["s", 0]
-    assert len(answer.tokens) == 25
-    assert calls == ["draft"] * 5  # one token asked for and four ahead, each time
+    ask = ask_for("s", (72, 105), policy=Policy(mode=Mode.SMALL_ONLY), max_tokens=15, ignore_eos=True)
+    answer = decode(engine(tiny_pair, tiers), [ask])["s", 0]
+    assert calls == ["draft"] * 5  # one token asked for and two ahead, each time
+    plain = engine(tiny_pair, {**local_tiers(load(tiny_pair, TorchDecoder))})
+    assert answer.tokens == decode(plain, [ask])["s", 0].tokens
 
 
 def test_what_was_drafted_is_no_answer_to_another_row_or_another_token(

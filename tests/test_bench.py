@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gateway.bench.beside import against, beside, build, peer_header, peer_row, peers_named
+from gateway.bench.beside import beside, build, peer_header, peer_row, peers_named
 from gateway.bench.peers import PeerLine, Peers, hold_against, in_batches, one_at_a_time
 from gateway.bench.plot import plot
 from gateway.bench.runs import Bench, Setting
-from gateway.bench.settings import LARGE_ONLY, seed_table, standard
+from gateway.bench.settings import LARGE_ONLY, everything, seed_table, standard
 from gateway.bench.table import Line, compare, header, row
 from gateway.bench.workloads import WORKLOADS
 from gateway.config import ConfigError
@@ -88,7 +88,7 @@ def test_peers_are_held_against_what_the_gateway_chooses_between(bench: Bench, t
     pair = Pair(tiny_pair.folder / "small", tiny_pair.folder / "large", "tiny")
     peers = build(names, pair, 0, lambda: None)
     told: list[PeerLine] = []
-    lines = beside(bench, peers, WORKLOADS["chat"], 1, against(), 1, 8, told.append)
+    lines = beside(bench, peers, WORKLOADS["chat"], 1, [LARGE_ONLY, everything()], 1, 8, told.append)
     assert [line.setting for line in lines] == ["large-only", "all: exact + lookup"]
     assert told == lines
     assert all(line.ratio > 0 and line.peer_tokens_per_s > 0 for line in lines)

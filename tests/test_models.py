@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import RecordedDecoder
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -116,7 +117,7 @@ class Pair:
 
     def check(self, feeds: Sequence[tuple[int, int, int, int]]) -> None:
         """Feeds of (row, start, end, num_logits): the logits are transformers' at those positions."""
-        got = self.ours.forward([self.feed(*f) for f in feeds]).logits
+        got = self.ours.forward([self.feed(*f) for f in feeds]).logits.cpu()
         want = [self.expected[row, end - num : end] for row, _, end, num in feeds]
         torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
 
@@ -191,6 +192,17 @@ def test_the_hidden_state_is_what_transformers_last_layer_says(pair: Pair) -> No
     want = torch.cat([pair.hidden[0, 22:24], pair.hidden[1, 8:9]])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert pair.ours.hidden_size == want.shape[1]
+
+
+def test_a_recorded_bucket_serves_every_pass_of_its_shape() -> None:
+    pair = Pair(CONFIGS["qwen2"], 32, RecordedDecoder)
+    pair.check([(0, 0, 20, 1), (1, 0, 50, 0), (2, 0, 33, 1)])
+    pair.check([(0, 20, 21, 1), (3, 0, 30, 2), (1, 50, 80, 1), (2, 33, 39, 6)])
+    for i in range(3):
+        rows = [(2, 39 + i), (0, 21 + i), (3, 30 + i), (1, 80 + i)]
+        pair.check([(row, start, start + 1, 1) for row, start in rows[i:] + rows[:i]])
+    assert isinstance(pair.ours.decoder, RecordedDecoder)
+    assert len(pair.ours.decoder.graphs) == 2
 
 
 def test_nothing_wanted_gives_no_logits(pair: Pair) -> None:

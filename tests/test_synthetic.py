@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gateway.bench import synthetic
+from gateway.bench import floor, synthetic
 from gateway.bench.runs import Bench, Setting
 from gateway.bench.settings import LARGE_ONLY
 from gateway.cli import main
 from gateway.config import ConfigError, load_config
 from gateway.core import Tier
+from gateway.load import CostTable
+from gateway.models import CausalLM
 from gateway.policy import Policy
+from gateway.torch_decoder import TorchDecoder
 
 TINY = {Tier.SMALL: "tiny", Tier.LARGE: "tiny"}
 
@@ -75,6 +78,17 @@ def _scripted_acceptance(last_tokens: list[int], max_tokens: int) -> float:
             written += 1
             token = large[token]
     return accepted / drafted
+
+
+def test_a_pass_reads_every_weight_but_the_embedding() -> None:
+    hf = synthetic.model("tiny", synthetic.followers(Tier.LARGE, 1.0, 0), "cpu", torch.bfloat16)
+    num = sum(p.numel() for name, p in hf.named_parameters() if "embed" not in name)
+    model = CausalLM.of(hf, "none")
+    assert isinstance(model.decoder, TorchDecoder)
+    assert floor.weight_bytes(model.decoder) == 2 * num
+    said = floor.line("large", model, CostTable((1, 2), (10.0, 20.0)))
+    assert said is not None
+    assert said.startswith("large: a pass of one token 10.00 ms, ")
 
 
 def test_shapes_are_named_or_refused() -> None:

@@ -10,7 +10,7 @@ from statistics import median
 
 from gateway.bench.peers import PeerLine, Peers, Speed, hold_against, in_batches, one_at_a_time
 from gateway.bench.runs import Bench, Setting
-from gateway.bench.settings import LARGE_ONLY, standard
+from gateway.bench.settings import LARGE_ONLY
 from gateway.bench.table import LEAST_PROMPTS
 from gateway.bench.workloads import Workload
 from gateway.config import ConfigError
@@ -19,11 +19,6 @@ from gateway.progress import say
 
 HUGGING_FACE = ("HF generate", "HF assisted", "HF prompt lookup", "seed method, minimal")
 LLAMA_CPP = ("llama.cpp", "llama.cpp prompt lookup")
-
-
-def against() -> list[Setting]:
-    """What peers are held against where no settings are named: between these the gateway chooses."""
-    return [LARGE_ONLY, *(s for s in standard() if s.name == "all: exact + lookup")]
 
 
 def peers_named(words: str) -> list[str]:

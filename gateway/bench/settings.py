@@ -18,9 +18,14 @@ def standard() -> list[Setting]:
         Setting("small-only", Policy(mode=Mode.SMALL_ONLY)),
         *rules,
         Setting("lookup only", alone),
-        Setting("all: exact + lookup", Policy(accept=Accept.EXACT)),
+        everything(),
         Setting("all: token_v3 + lookup", Policy(accept=Accept.TOKEN_V3)),
     ]
+
+
+def everything() -> Setting:
+    """Routing as the gateway does it by default: with large-only, what it chooses between."""
+    return Setting("all: exact + lookup", Policy(accept=Accept.EXACT))
 
 
 def seed_table() -> list[Setting]:

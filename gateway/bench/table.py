@@ -45,9 +45,17 @@ def compare(
     repeats: int,
     max_tokens: int,
     told: Callable[[Line], None],
+    *,
+    warm: bool = False,
 ) -> list[Line]:
-    """A B A B ...: large-only between all others, `repeats` rounds; the first line is large-only itself."""
+    """A B A B ...: large-only between all others, `repeats` rounds; the first line is large-only itself.
+
+    warm: run everything once before, unmeasured, so that no CUDA graph is captured in a measured run.
+    """
     prompts = workload.pick(max(num_rows, LEAST_PROMPTS))
+    if warm:
+        for setting in (LARGE_ONLY, *settings):
+            bench.run(setting, prompts, max_tokens, num_rows)
     ratios: dict[str, list[float]] = {s.name: [] for s in settings}
     last: dict[str, Measured] = {}
     alone = [bench.run(LARGE_ONLY, prompts, max_tokens, num_rows)]
