@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.core import (
+    MIDDLES,
     UNWRITTEN,
     Action,
     AuditStatus,
@@ -25,6 +26,7 @@ _FLOOR = -10.0
 """Least log probability a single token may count with, nats."""
 
 _SCORED = frozenset({Reason.CONFIDENT, Reason.LOW_CONFIDENCE})
+_PROPOSERS = frozenset({Tier.SMALL, *MIDDLES})
 _PROPOSED = frozenset({Outcome.KEPT, Outcome.ACCEPTED, Outcome.REJECTED})
 
 
@@ -65,6 +67,9 @@ class Row:
     def of(cls, step: Step) -> Row:
         """A step as the engine tells it."""
         same = None if step.large_choice is None else step.token_id == step.large_choice
+        if step.overruled_by in MIDDLES:
+            # The large model was not asked any more.
+            same = False
         return cls(
             step.seq, step.tier, step.action, step.reason, step.score, step.threshold, step.outcome,
             step.p_large, same,
@@ -102,7 +107,7 @@ class Answers:
             return
         if row.reason in _SCORED and row.score is not None and row.threshold is not None:
             choice.decisions[row.seq] = (row.action is Action.KEEP, row.score - f32(row.threshold))
-        if row.tier is Tier.SMALL and row.outcome in _PROPOSED:
+        if row.tier in _PROPOSERS and row.outcome in _PROPOSED:
             choice.proposals[row.seq] = row.same
         if row.outcome not in UNWRITTEN:
             choice.logps[row.seq] = log(row.p_large) if row.p_large is not None else None

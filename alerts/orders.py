@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from gateway.policy import Policy
+from gateway.policy import Policy, settings
 from gateway.router import Router
 from gateway.routing import PolicyTable, overlay
 
@@ -60,9 +60,9 @@ class Orders:
         canary = None
         if split is not None:
             canary = _Canary(
-                name=split.name, salt=split.salt, weight=split.weight, policy=asdict(split.policy)
+                name=split.name, salt=split.salt, weight=split.weight, policy=settings(split.policy)
             )
-        return msgspec.json.encode(_Body(control=self.control, stable=asdict(self.stable), canary=canary))
+        return msgspec.json.encode(_Body(control=self.control, stable=settings(self.stable), canary=canary))
 
     @cached_property
     def etag(self) -> str:
@@ -84,7 +84,7 @@ class Orders:
 
 
 def _policy(fields: Mapping[str, Any]) -> Policy:
-    """A policy out of `dataclasses.asdict`, in the ranges of the config file."""
+    """A policy out of `settings`, in the ranges of the config file."""
     given = {name: value for name, value in fields.items() if value is not None}
     if "router" in given:
         given["router"] = Router.of(given["router"])

@@ -17,6 +17,7 @@ import duckdb
 from alerts.answers import Row
 from alerts.intake import Intake
 from gateway.core import (
+    MIDDLES,
     Action,
     AuditStatus,
     Counts,
@@ -40,7 +41,7 @@ _REQUESTS = (
 )  # fmt: skip
 _STEPS = (
     "trace_no", "request_id", "choice", "seq", "tier", "action", "reason", "score", "threshold", "outcome",
-    "p_large", "audit_agrees",
+    "p_large", "audit_agrees", "overruled_by",
 )  # fmt: skip
 _ELSEWHERE = Served("", "", "", "", "", "")
 
@@ -138,7 +139,7 @@ def _row(step: Mapping[str, Any]) -> Row:
         outcome=Outcome(step["outcome"]),
         p_large=step["p_large"],
         # By its own verdict, not by token ids: capture = "signals" keeps none of those.
-        same=step["audit_agrees"],
+        same=False if step["overruled_by"] in MIDDLES else step["audit_agrees"],
     )
 
 

@@ -30,7 +30,8 @@ from alerts.series import Key, Samples
 from alerts.state import StateDamaged, StateFile
 from alerts.store import Store
 from alerts.webhook import Webhooks
-from gateway.policy import Policy
+from gateway.core import MIDDLES
+from gateway.policy import Policy, settings
 from gateway.routing import PolicyConflict, PolicyTable, overlay
 
 __all__ = ["AlertsService", "Assignment", "ControlAway", "FieldError", "Follows", "NotFound", "WrongState"]
@@ -67,11 +68,13 @@ class AlertsService:
         advisor_url: str | None = None,
         name: str | None = None,
         control: Control | None = None,
+        num_middles: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """policies: the config's, `stable` among them. cursor: makes one of the open tape.
 
-        samples: the served metrics now. queue_limit: choices that may wait.
+        samples: the served metrics now. queue_limit: choices that may wait. num_middles: tiers between small
+        and large, which a canary may speak of.
 
         name: this gateway's, in a fleet. control: the one whose rollouts it follows; None: it rules its own.
 
@@ -79,6 +82,7 @@ class AlertsService:
         Raises alerts.config.MissingSecret.
         """
         self._policies = dict(policies)
+        self._num_middles = num_middles
         self._clock = clock
         self._promoted = StateFile(data_dir / PROMOTED_FILE)
         self.promoted: dict[str, Any] | None = self._load_promoted()
@@ -266,11 +270,15 @@ class AlertsService:
             base = self.stable if named == "stable" else self._policies[named]
         try:
             table = msgspec.convert(overrides, PolicyTable)
-            return plan, overlay(base, table)
+            policy = overlay(base, table)
         except PolicyConflict as error:
             raise FieldError(f"canary.{error.key}", str(error).split(": ", 1)[-1]) from None
         except msgspec.ValidationError as error:
             raise _field_error(str(error)) from None
+        for tier in MIDDLES[self._num_middles :]:
+            if getattr(policy, tier) is not None:
+                raise FieldError(f"canary.{tier}", "there is no such tier here")
+        return plan, policy
 
     def _estimate(self, plan: Plan) -> dict[str, Any]:
         with self.monitor.lock:
@@ -295,7 +303,7 @@ class AlertsService:
             "rollout": rollout.plan.name,
             "promoted": rollout.history[-1].ts,
             "policy_hash": policy.hash,
-            "policy": asdict(policy),
+            "policy": settings(policy),
         }
         self._promoted.save(self.promoted)
 

@@ -58,6 +58,7 @@ class Admission:
             timings=timings,
             ready_since=now,
             sequence=list(request.prompt_ids),
+            seen=dict.fromkeys(self.tiers, 0),
         )
         self._reuse_prefix(row)
         if request.policy.mode is Mode.SHADOW:

@@ -150,6 +150,7 @@ class Gateway:
                 base_url=url,
                 samples=lambda: read_registry(metrics.registry.collect()),
                 queue_limit=config.engine.max_queue,
+                num_middles=len(config.models.middle),
                 trace_url=None if ui is None else f"{ui}/replay?trace={{id}}",
                 advisor_url=None if ui is None else f"{ui}/advisor",
                 name=config.fleet.name,

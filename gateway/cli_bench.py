@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gateway.cli_serve import QUIET_OPENMP, Commands
 from gateway.config import Config, ConfigError, load_config
-from gateway.core import Tier
 
 if TYPE_CHECKING:
     from gateway.bench.runs import Bench, Setting
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     warm = config.models.device == "cuda"
     for workload, num, tokens in cells:
         lines += compare(bench, workload, num, settings, arguments.repeats, tokens, _told(row), warm=warm)
-    for tier, model in ((Tier.SMALL, loaded.small), (Tier.LARGE, loaded.large)):
+    for tier, model in loaded.models.items():
         if loaded.costs is not None and (said := floor.line(tier, model, loaded.costs[tier])) is not None:
             print(said, flush=True)
     held = _hold_against(arguments, config, bench, peers, cells) if peers else []
@@ -160,8 +159,9 @@ def _load(
     """The pair to measure, and on what."""
     from gateway.bench import synthetic
     from gateway.bench.workloads import WORKLOADS as PROMPTS
-    from gateway.loading import load_pair
+    from gateway.loading import check_pair, load_pair
 
+    check_pair(config)
     if arguments.synthetic is None:
         return load_pair(config, timed=True), [PROMPTS[name] for name in names]
     if not 0 <= arguments.agreement <= 1:

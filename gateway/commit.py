@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gateway.core import Finished, FinishReason, Reason, Step, Tick, Tier
+from gateway.core import MIDDLES, Finished, FinishReason, Reason, Step, Tick, Tier
 from gateway.row import Output, Row
 
 
@@ -19,6 +19,8 @@ def write(row: Row, step: Step, out: Output, tick: Tick, clock: Callable[[], flo
         counts.protected_tokens += step.reason is Reason.PROTECTED_PREFIX
     elif step.tier is Tier.SMALL:
         counts.small_tokens += 1
+    elif step.tier in MIDDLES:
+        counts.middle_tokens = (counts.middle_tokens or 0) + 1
     else:
         counts.lookup_tokens += 1
     if row.lookup is not None:

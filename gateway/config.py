@@ -18,9 +18,10 @@ from msgspec import Meta
 from platformdirs import user_data_path
 
 from alerts.config import AlertsConfig
+from gateway.core import MIDDLES
 from gateway.policy import Policy
 from gateway.router_file import load_router
-from gateway.routing import PolicyConflict, PolicyTable, overlay
+from gateway.routing import LevelKeys, PolicyConflict, PolicyTable, overlay
 
 DEFAULT_PRESET = "qwen-coder"
 ENV_PREFIX = "TOKENTAPE_"
@@ -37,7 +38,7 @@ class ConfigError(ValueError):
 
 
 class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[models]: the pair that serves."""
+    """[models]: the pair that serves, or more than two."""
 
     preset: Annotated[
         str | None, Meta(description="a ready pair: `qwen-coder` (where no models are named) or `tiny`")
@@ -46,6 +47,13 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="hub id, local Hugging Face folder or GGUF file of the small model")
     ] = None
     large: Annotated[str | None, Meta(description="the same for the large model")] = None
+    middle: Annotated[
+        Annotated[list[str], Meta(max_length=len(MIDDLES))],
+        Meta(
+            description="models between the two, weakest first, at most three; each judges the drafts of the "
+            'one before it (`tiny` has one of its own: `["middle"]`)'
+        ),
+    ] = []
     device: Annotated[Literal["cpu", "cuda"], Meta(description="where the models run")] = "cpu"
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -55,6 +63,9 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small_quantize: Annotated[
         Literal["none", "int8"] | None,
         Meta(description="weights of the small model; by default int8 on a CPU, except for `tiny`"),
+    ] = None
+    middle_quantize: Annotated[
+        Literal["none", "int8"] | None, Meta(description="the same for the models between")
     ] = None
     large_quantize: Annotated[
         Literal["none", "int8"] | None, Meta(description="the same for the large model")
@@ -343,6 +354,9 @@ def load_config(
             raise ConfigError(
                 f'policy.{name}.router: it reads hidden states, which only logs.capture = "full" records'
             )
+        for tier in MIDDLES[len(config.models.middle) :]:
+            if getattr(policy, tier) is not None:
+                raise ConfigError(f"policy.{name}.{tier}: models.middle names no such model")
     for name in config.calibration:
         if name not in policies:
             raise ConfigError(f"calibration.{name}: there is no [policy.{name}]")
@@ -419,6 +433,7 @@ def markdown() -> str:
     tables: dict[str, type[msgspec.Struct]] = {
         **_plain_tables(),
         "policy.<name>": PolicyTable,
+        "policy.<name>.middle": LevelKeys,
         "calibration.<name>": Calibration,
     }
     for table, kind in tables.items():

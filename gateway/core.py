@@ -10,11 +10,21 @@ from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """Who wrote a token."""
+    """Who wrote a token. Models in order: small, then up to three middle ones, then large."""
 
     SMALL = "small"
+    MIDDLE = "middle"
+    MIDDLE2 = "middle2"
+    MIDDLE3 = "middle3"
     LARGE = "large"
     LOOKUP = "lookup"
+
+
+MIDDLES = (Tier.MIDDLE, Tier.MIDDLE2, Tier.MIDDLE3)
+"""The tiers between small and large, weakest first; a gateway has the first none to three of them."""
+
+MODELS = (Tier.SMALL, *MIDDLES, Tier.LARGE)
+"""The tiers that are models, weakest first."""
 
 
 class Mode(StrEnum):
@@ -93,6 +103,21 @@ class Outcome(StrEnum):
     DISCARDED = "discarded"
 
 
+class Verdict(StrEnum):
+    """What a middle tier made of a position: of the draft there, or of none.
+
+    rejected is on the draft's row, recovered on that of the middle tier's own token instead; own: the tier
+    below had deferred; passed: it deferred without being asked.
+    """
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    OWN = "own"
+    PASSED = "passed"
+
+
 UNWRITTEN = frozenset({Outcome.REJECTED, Outcome.DISCARDED})
 """Outcomes of rows that are not part of the output."""
 
@@ -131,13 +156,47 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True)
+class MiddleView:
+    """What one middle tier said and decided at one row of the tape.
+
+    choice: its own token; p: its A of the token that it judged or put. They, signals and topk are None where
+    it was not asked (verdict passed). action and what belongs to it are None on a rejected draft's row:
+    nothing was decided about that. draft_pos, draft_limit: of the drafts it has let stand and that wait for
+    the next tier; ema_acceptance: how often those stood so far. decision_no: as on the step. pass_id: its
+    pass, 0 where it was not asked.
+    """
+
+    tier: Tier
+    verdict: Verdict
+    choice: int | None
+    p: float | None
+    signals: Signals | None
+    topk: TopK | None
+    action: Action | None
+    reason: Reason | None
+    score: float | None
+    threshold: float | None
+    draft_pos: int
+    draft_limit: int
+    run_length: int
+    ema_acceptance: float
+    guard_value: float
+    probe_u: float | None
+    fact_value: float | None
+    decision_no: int | None
+    pass_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One row of the tape's `steps` table; the columns are documented in logs/README.md.
 
     signals are the small model's, large_signals the large model's.
     A step is handed over as soon as its token is committed. What is learnt later (the small model's
     signals at a bonus position, the large model's view of a trusted token) arrives as a restated step
-    with the same (request_id, choice, seq).
+    with the same (request_id, choice, seq). middle: the middle tiers' views, weakest first; of three and more
+    tiers only. decision_no: the decision's number among all of this choice, where middle tiers also decide.
+    overruled_by: the tier that rejected this row's token.
     """
 
     request_id: str
@@ -178,6 +237,9 @@ class Step:
     propensity: float | None = None
     fact_value: float | None = None
     large_signals: Signals | None = None
+    middle: tuple[MiddleView, ...] = ()
+    decision_no: int | None = None
+    overruled_by: Tier | None = None
 
     @property
     def written(self) -> bool:
@@ -238,10 +300,11 @@ class Counts:
     """Running totals of one choice, in the words of the response's `routing` object.
 
     adapted: load capped its drafts at least once. degraded: true when the large model could not be reached
-    and the small one wrote on.
+    and the small one wrote on. middle_tokens, middle_passes: None where there is no middle tier.
     """
 
     small_tokens: int = 0
+    middle_tokens: int | None = None
     large_tokens: int = 0
     lookup_tokens: int = 0
     protected_tokens: int = 0
@@ -250,14 +313,15 @@ class Counts:
     num_accepted_draft_tokens: int = 0
     guard_hits: int = 0
     large_passes: int = 0
+    middle_passes: int | None = None
     small_passes: int = 0
     adapted: bool = False
     degraded: bool = False
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens; always small + large + lookup."""
-        return self.small_tokens + self.large_tokens + self.lookup_tokens
+        """Output tokens, whoever wrote them."""
+        return self.small_tokens + (self.middle_tokens or 0) + self.large_tokens + self.lookup_tokens
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class Model(Protocol):
 def costs_of(
     models: Mapping[Tier, Model], blocks: tuple[int, ...], most: int, identity: str, cache: Path
 ) -> dict[Tier, CostTable]:
-    """The cost tables of a pair; identity names its weights and numerics, cache is where they are kept.
+    """The cost tables of all tiers; identity names its weights and numerics, cache is where they are kept.
 
     blocks: a row's KV blocks, which hold `most` positions; their contents are overwritten.
     """
@@ -42,7 +42,7 @@ def costs_of(
     path = cache / "costs" / f"{key}.json"
     tables = _read(path)
     if tables is None:
-        tables = measure(lambda tier, num: _timed(models[tier], blocks, num), sizes)
+        tables = measure(lambda tier, num: _timed(models[tier], blocks, num), sizes, tuple(models))
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_suffix(".half")
         half.write_text(json.dumps({tier: [t.tokens, t.ms] for tier, t in tables.items()}))
@@ -52,14 +52,18 @@ def costs_of(
     return tables
 
 
-def measure(run: Callable[[Tier, int], float], sizes: Sequence[int]) -> dict[Tier, CostTable]:
+def measure(
+    run: Callable[[Tier, int], float],
+    sizes: Sequence[int],
+    tiers: Sequence[Tier] = (Tier.SMALL, Tier.LARGE),
+) -> dict[Tier, CostTable]:
     """Cost tables from timed passes: run(tier, tokens) -> ms; never falling with size.
 
     The least of six: whatever disturbs a pass makes it longer. A pass cannot cost more than a larger one, so
     a size that was disturbed every time takes the figure of the next.
     """
     tables = {}
-    for tier in (Tier.SMALL, Tier.LARGE):
+    for tier in tiers:
         ms = [min(run(tier, size) for _ in range(6)) for size in sizes]
         for i in range(len(ms) - 2, -1, -1):
             ms[i] = min(ms[i], ms[i + 1])

@@ -221,8 +221,10 @@ class Engine:
         for row in plan.rows:
             if plan.tier is Tier.SMALL:
                 row.counts.small_passes += 1
-            else:
+            elif plan.tier is Tier.LARGE:
                 row.counts.large_passes += 1
+            else:
+                row.counts.middle_passes = (row.counts.middle_passes or 0) + 1
         return views, PassStamp(tick.number, self.num_passes, len(plan.rows), int(ms * 1e3), now)
 
     # ---- endings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.core import Step
+from gateway.core import MIDDLES, Step
 from gateway.policy import History, decide
 from gateway.row import Row
 from gateway.sampling import Reading
@@ -15,7 +15,7 @@ def signal(row: Row, seq: int, reading: Reading) -> Step:
     """A written step learns what the small model says at its position."""
     learnt = small_view(reading.token, reading.signals, reading.topk)
     large = row.open[seq].large_choice
-    if large is not None:
+    if large is not None and row.open[seq].tier not in MIDDLES:
         learnt |= {"audit_agrees": reading.token == large, "audit_source": "verify"}
     if row.shadowed is not None:
         learnt |= _shadow(row, row.shadowed, row.open[seq], reading)
@@ -24,7 +24,8 @@ def signal(row: Row, seq: int, reading: Reading) -> Step:
 
 def label(row: Row, seq: int, reading: Reading) -> Step:
     """A written step learns what the large model says at its position."""
-    small = row.open[seq].small_choice
+    step = row.open[seq]
+    judged = step.token_id if step.tier in MIDDLES else step.small_choice
     learnt: dict[str, Any] = {
         "large_topk": reading.topk,
         "large_choice": reading.token,
@@ -32,8 +33,8 @@ def label(row: Row, seq: int, reading: Reading) -> Step:
         "p_large": reading.p_draft,
         "audit_source": "catchup" if row.finished is None else "posthoc",
     }
-    if small is not None:
-        learnt["audit_agrees"] = small == reading.token
+    if judged is not None:
+        learnt["audit_agrees"] = judged == reading.token
     return row.restate(seq, **learnt)
 
 

@@ -75,6 +75,9 @@ class Round:
 class Load:
     """Caps drafts by what they are worth now. `cap(num_rows)` is 0 while routing does not pay.
 
+    With middle tiers what a draft comes to is not predicted, only the running clock speaks: drafts are capped
+    to none while it says that they lose.
+
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
     running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
     not always as fast as when it was measured.
@@ -98,6 +101,8 @@ class Load:
         """Most drafts a round should have with num_rows running: 0 where the large model alone is faster."""
         if self.off_ms > 0:
             return 0
+        if len(self.costs) > 2:
+            return self.longest
         best, speed = self.best(num_rows)
         return best if speed >= GAIN_NEEDED else 0
 
@@ -105,7 +110,7 @@ class Load:
         """`cap` for one row: 0 also where the small model would have to read `debt` tokens first and what is
         left to write (half of num_left, since answers end early) would not earn that back."""
         cap = self.cap(num_rows)
-        if cap == 0 or debt <= 2 * self.longest:
+        if cap == 0 or debt <= 2 * self.longest or len(self.costs) > 2:
             return cap
         _, speed = self.best(num_rows)
         saved_per_token = self._ms(Tier.LARGE, num_rows) / num_rows * (1 - 1 / speed)

@@ -1,4 +1,4 @@
-"""From a pair of model folders to a running worker."""
+"""From model folders to a running worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway import kernels, presets
 from gateway.ahead import Ahead
 from gateway.cache import BlockPool, num_blocks_for
 from gateway.config import Config, ConfigError
-from gateway.core import Tier
+from gateway.core import MIDDLES, Tier
 from gateway.costs import SIZES, costs_of
 from gateway.engine import Engine
 from gateway.family import reason_for_fallback
@@ -42,10 +42,9 @@ PAGE = 256
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A pair in memory with its KV caches: what engines are made from, one at a time."""
+    """Models in memory with their KV caches: what engines are made from, one at a time."""
 
-    small: CausalLM
-    large: CausalLM
+    models: dict[Tier, CausalLM]
     tokenizer: Tokenizer
     num_blocks: int
     block_size: int
@@ -53,16 +52,17 @@ class Loaded:
     costs: dict[Tier, CostTable] | None
 
     def tiers(self) -> dict[Tier, Scorer]:
-        """Both models as tiers; a small one on a GPU drafts ahead."""
-        tiers: dict[Tier, Scorer] = {**local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large})}
-        if isinstance(self.small.decoder, StaticDecoder):
-            tiers[Tier.SMALL] = Ahead(self.small, tiers[Tier.SMALL].vocab_size)
+        """The models as tiers; a small one on a GPU drafts ahead."""
+        tiers: dict[Tier, Scorer] = {**local_tiers(self.models)}
+        small = self.models[Tier.SMALL]
+        if isinstance(small.decoder, StaticDecoder):
+            tiers[Tier.SMALL] = Ahead(small, tiers[Tier.SMALL].vocab_size)
         return tiers
 
     def engine(
         self, scheduler: Scheduler, max_rows: int, max_model_len: int, **options: Unpack[EngineOptions]
     ) -> Engine:
-        """An engine over this pair; options as for Engine."""
+        """An engine over these models; options as for Engine."""
         pool = BlockPool(self.num_blocks, self.block_size)
         return Engine(
             self.tiers(),
@@ -87,7 +87,7 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
     loaded = load_pair(config, timed=_adapts(config))
     check_calibrated(config, loaded.served)
-    check_probes(config, loaded.small.hidden_size)
+    check_probes(config, loaded.models[Tier.SMALL].hidden_size)
     engine = config.engine
     worker = Worker(
         loaded.engine(
@@ -107,11 +107,12 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
 
 
 def load_pair(config: Config, *, timed: bool) -> Loaded:
-    """Load both models, make their caches, time passes if `timed`; raises ConfigError naming the key."""
+    """Load the models, make their caches, time passes if `timed`; raises ConfigError naming the key."""
     check_device(config)
     pair = presets.resolve(config.models)
     dtype = config.models.dtype or ("float32" if pair.name == "tiny" else "bfloat16")
-    folders = {Tier.SMALL: pair.small, Tier.LARGE: pair.large}
+    middles = dict(zip(MIDDLES, pair.middles, strict=False))
+    folders = {Tier.SMALL: pair.small, **middles, Tier.LARGE: pair.large}
     lean = {tier: reason_for_fallback(read_config(folder)) is None for tier, folder in folders.items()}
     quantize = quantization(config, dtype, lean)
     models = {tier: _load(config, tier, folders[tier], dtype, quantize[tier]) for tier in folders}
@@ -123,6 +124,8 @@ def load_pair(config: Config, *, timed: bool) -> Loaded:
         numerics=numerics(config, dtype, quantize),
         version=version("tokentape"),
         router_hash=_router_hash(config),
+        middle_models=tuple(_name(config, folder) for folder in pair.middles),
+        middle_hashes=tuple(model_hash(folder) for folder in pair.middles),
     )
     return hold(config, models, Tokenizer.load(pair.large), served, timed=timed)
 
@@ -132,7 +135,7 @@ def _load(config: Config, tier: Tier, folder: Path, dtype: str, quantize: Quanti
     try:
         return CausalLM.load(folder, device=device, dtype=getattr(torch, dtype), quantize=quantize)
     except ValueError as error:
-        raise ConfigError(f"models.{tier}: {folder} cannot be served: {error}") from error
+        raise ConfigError(f"models.{_key(tier)}: {folder} cannot be served: {error}") from error
 
 
 def check_device(config: Config) -> None:
@@ -143,7 +146,7 @@ def check_device(config: Config) -> None:
 
 def numerics(config: Config, dtype: str, quantize: Mapping[Tier, Quantize]) -> str:
     """The name of the arithmetic, for the tape."""
-    return f"{config.models.device}/{dtype}/{quantize[Tier.SMALL]}+{quantize[Tier.LARGE]}"
+    return f"{config.models.device}/{dtype}/{'+'.join(quantize.values())}"
 
 
 def hold(
@@ -159,8 +162,9 @@ def hold(
     for tier, model in models.items():
         most = model.decoder.max_positions
         if most is not None and engine.max_model_len > most:
+            key = f"models.{_key(tier)}"
             raise ConfigError(
-                f"engine.max_model_len: {engine.max_model_len} is beyond models.{tier}'s {most} positions"
+                f"engine.max_model_len: {engine.max_model_len} is beyond {key}'s {most} positions"
             )
     int8 = all(isinstance(model.decoder, Int8Decoder) for model in models.values())
     paged = int8 or config.models.device == "cuda"
@@ -178,17 +182,28 @@ def hold(
         model.allocate(num_blocks, block_size)
     costs = None
     if timed:
-        identity = f"{served.small_hash} {served.large_hash} {served.numerics}"
+        hashes = " ".join((served.small_hash, *served.middle_hashes, served.large_hash))
+        identity = f"{hashes} {served.numerics}"
         longest = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
         blocks = tuple(range(-(-longest // block_size)))
         costs = costs_of(models, blocks, longest, identity, cache_dir())
-    small, large = models[Tier.SMALL], models[Tier.LARGE]
-    return Loaded(small, large, tokenizer, num_blocks, block_size, served, costs)
+    return Loaded(dict(models), tokenizer, num_blocks, block_size, served, costs)
+
+
+def check_pair(config: Config) -> None:
+    """Raise ConfigError where more than a pair is named and only a pair can be measured."""
+    if config.models.middle:
+        raise ConfigError("models.middle: calibrate, evaluate and bench measure a pair; leave it out")
 
 
 def check_calibrated(config: Config, served: Served) -> None:
     """Raise ConfigError where a policy was calibrated on other models than those served."""
     for name, calibration in config.calibration.items():
+        if served.middle_hashes:
+            raise ConfigError(
+                f"calibration.{name}: the guarantee is of a pair, models.middle names more; delete "
+                f"[calibration.{name}] or models.middle"
+            )
         for key in ("small_hash", "large_hash"):
             was, now = getattr(calibration, key), getattr(served, key)
             if was != now:
@@ -239,14 +254,15 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
     models = config.models
     by_default = models.device == "cpu" and dtype == "bfloat16" and not _is_tiny(config)
     chosen: dict[Tier, Quantize] = {}
-    for tier, asked in ((Tier.SMALL, models.small_quantize), (Tier.LARGE, models.large_quantize)):
+    middles = [(tier, models.middle_quantize) for tier, _ in zip(MIDDLES, models.middle, strict=False)]
+    for tier, asked in ((Tier.SMALL, models.small_quantize), *middles, (Tier.LARGE, models.large_quantize)):
         wanted = by_default if asked is None else asked == "int8"
         able = wanted and lean[tier] and models.device == "cpu" and kernels.available()
         if asked == "int8" and not able:
             needs = "a CPU and a C++ compiler at first start" if lean[tier] else "a family our forward knows"
-            raise ConfigError(f"models.{tier}_quantize: int8 needs {needs}")
+            raise ConfigError(f"models.{_key(tier)}_quantize: int8 needs {needs}")
         chosen[tier] = "int8" if able else "none"
-    log.info("quantization", small=chosen[Tier.SMALL], large=chosen[Tier.LARGE])
+    log.info("quantization", **chosen)
     return chosen
 
 
@@ -268,3 +284,8 @@ def _answers(config: Config, tokenizer: Tokenizer) -> AnswerStore | None:
 def _name(config: Config, folder: Path) -> str:
     """The model's name for the tape: its own folder's, which says more than a cache path."""
     return f"{config.models.preset}/{folder.name}" if config.models.preset else folder.name
+
+
+def _key(tier: Tier) -> str:
+    """The key of [models] that names a tier's model."""
+    return "middle" if tier in MIDDLES else tier.value

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from gateway.core import Accept, Action, Kind, Mode, Reason, Signals
+from gateway.core import MIDDLES, Accept, Action, Kind, Mode, Reason, Signals, Tier
 from gateway.router import Router
 
 EMA_DECAY = 0.9
@@ -28,6 +28,25 @@ POSITION_SPAN = 256
 def f32(x: float) -> float:
     """x rounded to the nearest float32, as the tape stores it."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a middle tier does differently; None: as the policy says.
+
+    threshold: score from which it lets a token stand as a draft for the next tier. draft_length: most of
+    those.
+    """
+
+    threshold: float | None = None
+    draft_length: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Level:
+        """From what `settings` gave; raises ValueError, naming settings that this version does not know."""
+        if unknown := sorted(set(settings) - {f.name for f in fields(cls)}):
+            raise ValueError(f"settings this version does not know: {unknown}")
+        return cls(**settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class Policy:
     kinds, are the large model's alone (`admitted`).
     loop_ngram, loop_limit: a proposal that completes an n-gram (in tokens) the output already holds
     loop_limit times is deferred; loop_limit 0 turns the guard off.
+    middle, middle2, middle3: what the tiers between small and large do differently.
     """
 
     mode: Mode = Mode.ROUTED
@@ -74,9 +94,13 @@ class Policy:
     large_below: int = 0
     large_kinds: tuple[Kind, ...] = ()
 
+    middle: Level | None = None
+    middle2: Level | None = None
+    middle3: Level | None = None
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Policy:
-        """From what `asdict` gave, as JSON returns it; what is missing takes its default.
+        """From what `settings` gave, as JSON returns it; what is missing takes its default.
 
         Raises ValueError, naming settings that this version does not know.
         """
@@ -88,7 +112,23 @@ class Policy:
         read["large_kinds"] = tuple(map(Kind, read.get("large_kinds", ())))
         if read.get("router") is not None:
             read["router"] = Router.of(read["router"])
+        for name in MIDDLES:
+            if read.get(name) is not None:
+                read[name] = Level.of(read[name])
         return cls(**read)
+
+    def at(self, tier: Tier) -> Policy:
+        """The policy as one tier decides by it. A learned router knows the small model's signals alone, so a
+        middle tier is judged by the weighted sum of its own."""
+        if tier not in MIDDLES:
+            return self
+        level: Level = getattr(self, tier) or Level()
+        return replace(
+            self,
+            threshold=self.threshold if level.threshold is None else level.threshold,
+            draft_length=self.draft_length if level.draft_length is None else level.draft_length,
+            router=None,
+        )
 
     @property
     def verified(self) -> bool:
@@ -107,7 +147,7 @@ class Policy:
     @property
     def hash(self) -> str:
         """12 hex digits naming these settings; equal settings hash alike."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        text = json.dumps(settings(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -115,6 +155,13 @@ def admitted(policy: Policy, kind: Kind, max_tokens: int) -> Policy:
     """The policy that a request of this kind and token limit runs under, where it does not say its mode."""
     alone = max_tokens < policy.large_below or kind in policy.large_kinds
     return replace(policy, mode=Mode.LARGE_ONLY) if alone and policy.mode is Mode.ROUTED else policy
+
+
+def settings(policy: Policy) -> dict[str, Any]:
+    """Every field of a policy as JSON has it; a level that is not set is left out, as before there were
+    any."""
+    given = asdict(policy)
+    return {name: value for name, value in given.items() if name not in MIDDLES or value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +271,34 @@ def decide(policy: Policy, state: State, signals: Signals) -> Decision:
 class History:
     """One choice's past, folded step by step; the engine and replay fold the same way.
 
-    Drafts wait in order until `resolve` says how many of them the large model let stand.
+    Drafts wait in order for the tier above the one they stood at last: those that wait for the large model
+    first. `resolve` says how many of these it let stand, `recall` takes the others back for the next tier to
+    judge.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.tokens: list[int] = []
         self.num_drafts = 0
-        self.run_length = 0
-        self.ema_acceptance = 1.0
         self.large_used = 0
+        self._waiting = dict.fromkeys((Tier.SMALL, *MIDDLES), 0)
+        self._acceptance = dict.fromkeys(self._waiting, 1.0)
+        self._written_run = 0
         self._ngrams: Counter[tuple[int, ...]] = Counter()
-        self._draft_start_run = 0
 
     @property
     def num_written(self) -> int:
         """Output tokens that stand, without waiting drafts."""
         return len(self.tokens) - self.num_drafts
+
+    @property
+    def run_length(self) -> int:
+        """Consecutive last tokens not written by the large model, waiting ones included."""
+        return self._written_run + self.num_drafts
+
+    def num_waiting(self, tier: Tier) -> int:
+        """Drafts that stood at this tier and wait for the next one."""
+        return self._waiting[tier]
 
     def state(
         self,
@@ -248,50 +306,59 @@ class History:
         draft_limit: int,
         probe_u: float | None = None,
         fact_value: float | None = None,
+        tier: Tier = Tier.SMALL,
     ) -> State:
-        """The state in which the next position is decided, given the small model's proposal if known."""
+        """The state in which a tier decides the next position, given its proposal if known."""
         return State(
             idx=len(self.tokens),
-            draft_pos=self.num_drafts,
+            draft_pos=self._waiting[tier],
             draft_limit=draft_limit,
             run_length=self.run_length,
             guard_value=float(self._ngrams[self._ngram_with(proposal)]) if proposal is not None else 0.0,
-            ema_acceptance=self.ema_acceptance,
+            ema_acceptance=self._acceptance[tier],
             large_used=self.large_used,
             probe_u=probe_u,
             fact_value=fact_value,
         )
 
-    def draft(self, token: int) -> None:
-        """A kept proposal waits for verification."""
-        if self.num_drafts == 0:
-            self._draft_start_run = self.run_length
+    def draft(self, token: int, tier: Tier = Tier.SMALL) -> None:
+        """A proposal kept by a tier waits for the next one."""
         self._push(token)
         self.num_drafts += 1
-        self.run_length += 1
+        self._waiting[tier] += 1
 
     def keep(self, token: int) -> None:
         """A kept proposal stands without verification."""
         self._push(token)
-        self.run_length += 1
+        self._written_run += 1
+
+    def recall(self, tier: Tier) -> None:
+        """The drafts that stood at this tier are before the next, a middle one, which says one by one what
+        becomes of them."""
+        self._drop(self._waiting[tier])
+        self._waiting[tier] = 0
+
+    def examined(self, tier: Tier, stood: bool) -> None:
+        """Of a tier's drafts one more was examined."""
+        hit = 1.0 if stood else 0.0
+        self._acceptance[tier] = f32(EMA_DECAY * self._acceptance[tier] + (1 - EMA_DECAY) * hit)
 
     def resolve(self, num_accepted: int, large_token: int | None) -> None:
         """The large model let num_accepted drafts stand, dropped the rest, and wrote large_token.
 
         large_token is None where the answer ended inside the accepted run.
         """
-        examined = min(num_accepted + 1, self.num_drafts)
-        for i in range(examined):
-            hit = 1.0 if i < num_accepted else 0.0
-            self.ema_acceptance = f32(EMA_DECAY * self.ema_acceptance + (1 - EMA_DECAY) * hit)
         if self.num_drafts:
-            for _ in range(self.num_drafts - num_accepted):
-                self._pop()
-            self.run_length = self._draft_start_run + num_accepted
+            tier = next(tier for tier in reversed(self._waiting) if self._waiting[tier])
+            for i in range(min(num_accepted + 1, self.num_drafts)):
+                self.examined(tier, i < num_accepted)
+            self._drop(self.num_drafts - num_accepted)
+            self._written_run += num_accepted
+            self._waiting = dict.fromkeys(self._waiting, 0)
             self.num_drafts = 0
         if large_token is not None:
             self._push(large_token)
-            self.run_length = 0
+            self._written_run = 0
             self.large_used += 1
 
     def shadow(self, decision: Decision, proposal: int, written: int) -> None:
@@ -318,7 +385,9 @@ class History:
             self._ngrams[self._ngram_with(token)] += 1
         self.tokens.append(token)
 
-    def _pop(self) -> None:
-        token = self.tokens.pop()
-        if len(self.tokens) + 1 >= self.policy.loop_ngram:
-            self._ngrams[self._ngram_with(token)] -= 1
+    def _drop(self, num_drafts: int) -> None:
+        for _ in range(num_drafts):
+            token = self.tokens.pop()
+            if len(self.tokens) + 1 >= self.policy.loop_ngram:
+                self._ngrams[self._ngram_with(token)] -= 1
+        self.num_drafts -= num_drafts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -34,11 +34,13 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two local Hugging Face model folders and what to call them together."""
+    """Two local Hugging Face model folders and what to call them together; middles: those between, weakest
+    first."""
 
     small: Path
     large: Path
     name: str
+    middles: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,23 @@ def resolve(models: str | ModelsConfig) -> Pair:
     Raises ModelsError, in one line: unknown names, wrong hashes, models that cannot be served, tokenizers
     that differ.
     """
-    if isinstance(models, ModelsConfig):
-        if models.small is not None and models.large is not None:
-            small = _local("models.small", models.small)
-            large = _local("models.large", models.large)
-            return _checked(Pair(small, large, f"{models.small}+{models.large}"))
-        models = models.preset or DEFAULT
-    return _checked(pull(models))
+    if isinstance(models, str):
+        return _checked(pull(models))
+    if models.small is not None and models.large is not None:
+        small = _local("models.small", models.small)
+        large = _local("models.large", models.large)
+        pair = Pair(small, large, f"{models.small}+{models.large}")
+    else:
+        pair = pull(models.preset or DEFAULT)
+    return _checked(replace(pair, middles=tuple(_middle(name, pair) for name in models.middle)))
+
+
+def _middle(name: str, pair: Pair) -> Path:
+    """A model between those of a pair: one of `tiny`'s own, or named as small and large are."""
+    own = pair.small.parent / name
+    if pair.name == "tiny" and own.is_dir() and own not in (pair.small, pair.large):
+        return own
+    return _local("models.middle", name)
 
 
 def pull(preset: str) -> Pair:
@@ -206,21 +218,27 @@ def _converted_file(file: Path) -> Path:
 
 
 def _checked(pair: Pair) -> Pair:
-    """The pair itself, if both models can be served and a token id means the same to both."""
-    for folder in (pair.small, pair.large):
+    """The pair itself, if all its models can be served and a token id means the same to each."""
+    for folder in (pair.small, *pair.middles, pair.large):
         check_servable(folder)
-    files = [folder / "tokenizer.json" for folder in (pair.small, pair.large)]
+    for key, folder in (("small", pair.small), *(("middle", folder) for folder in pair.middles)):
+        _check_tokens(f"models.{key}", folder, pair.large)
+    return pair
+
+
+def _check_tokens(key: str, folder: Path, large: Path) -> None:
+    """Raise ModelsError where a token id means something else to two models."""
+    files = [where / "tokenizer.json" for where in (folder, large)]
     if all(f.exists() for f in files) and files[0].read_bytes() == files[1].read_bytes():
-        return pair
+        return
     from gateway.text import Tokenizer
 
     try:
-        small, large = (Tokenizer.load(folder) for folder in (pair.small, pair.large))
+        ours, its = (Tokenizer.load(where) for where in (folder, large))
     except ValueError as error:
         raise ModelsError(str(error)) from error
-    if small.fingerprint != large.fingerprint:
+    if ours.fingerprint != its.fingerprint:
         raise ModelsError(
-            f"models.small: the tokenizer of {pair.small} differs from that of {pair.large} "
-            f"({small.vocab_size} and {large.vocab_size} tokens); a token id must mean the same to both"
+            f"{key}: the tokenizer of {folder} differs from that of {large} "
+            f"({ours.vocab_size} and {its.vocab_size} tokens); a token id must mean the same to both"
         )
-    return pair

@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 from msgspec import Struct
 
-from gateway.replay import COLUMNS, UnknownPolicy, replay
+from gateway.recorded import COLUMNS
+from gateway.replay import UnknownPolicy, replay
 from logs.reader import Reader
 
 SHOWN = 20

@@ -65,7 +65,8 @@ class Request:
 class Served:
     """What serves a request, written on every row of the tape's `requests` table.
 
-    numerics: device, dtype and quantization of each model, such as "cpu/float32/none".
+    numerics: device, dtype and quantization of each model, such as "cpu/float32/none". middle_models,
+    middle_hashes: of the tiers in between, weakest first.
     """
 
     small_model: str
@@ -75,6 +76,8 @@ class Served:
     numerics: str
     version: str
     router_hash: str | None = None
+    middle_models: tuple[str, ...] = ()
+    middle_hashes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

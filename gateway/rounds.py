@@ -1,8 +1,13 @@
-"""A row's rounds: the small model proposes, drafts gather, the large model verifies and writes one token."""
+"""A row's rounds: the small model proposes, drafts gather, the large model verifies and writes one token.
+
+With middle tiers the same happens at each level: a tier verifies the drafts of the one below, adds a token of
+its own, and decides which of these go on as drafts for the tier above it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from gateway.accept import num_accepted
 from gateway.commit import write
@@ -10,7 +15,8 @@ from gateway.core import Action, Mode, Outcome, Reason, Step, Tick, Tier
 from gateway.labels import label, signal
 from gateway.load import Load
 from gateway.lookup import AnswerStore, NgramIndex
-from gateway.policy import decide, decide_lookup
+from gateway.policy import Decision, decide, decide_lookup
+from gateway.review import review
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading
 from gateway.steps import large_step, new_step, proposal_step, recovered_step
@@ -48,7 +54,7 @@ class Rounds:
         mode = row.request.policy.mode
         stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
         for token, tier in row.request.forced:
-            state = row.history.state(None, row.draft_limit)
+            state = row.history.state(None, row.draft_limit(Tier.SMALL))
             step = new_step(row, token, tier, Outcome.FORCED, None, state, stamp)
             if tier is Tier.LARGE:
                 row.history.resolve(0, token)
@@ -67,8 +73,10 @@ class Rounds:
         """A tier has spoken: at positions already written, and where it was asked what comes next."""
         if tier is Tier.SMALL:
             self._after_small(row, views, stamp, out, tick)
-        else:
+        elif tier is Tier.LARGE:
             self._after_large(row, views, stamp, out, tick)
+        else:
+            self._after_middle(tier, row, [reading for _, reading in views], stamp, out, tick)
 
     def discard(self, row: Row, drafts: list[Proposal], tick: Tick) -> None:
         """Record what was proposed behind the last position that counts, the deferred proposal included."""
@@ -84,13 +92,14 @@ class Rounds:
             row.load_cap = self.load.cap_for(self.num_decoding, row.num_unseen(Tier.SMALL), row.num_left)
             row.counts.adapted |= row.load_cap < policy.draft_length
         row.route()
-        if row.lookup is not None and not row.drafts and self._look_up(row, row.lookup, tick):
+        waiting = row.history.num_waiting(Tier.SMALL)
+        if row.lookup is not None and not waiting and self._look_up(row, row.lookup, tick):
             row.route()
 
     def _look_up(self, row: Row, index: NgramIndex, tick: Tick) -> bool:
         """Draft what followed the last tokens before, while the rules allow it; whether there was any."""
         policy, history = row.request.policy, row.history
-        most = min(policy.draft_length, row.num_left - 1)
+        most = min(policy.draft_length, row.room(Tier.SMALL) - 1)
         if self.load is not None:
             most = min(most, self.load.lookup_cap(self.num_decoding))
         if most < 1:
@@ -105,15 +114,16 @@ class Rounds:
             decision = decide_lookup(policy, state)
             if decision is None or not row.permits(token):
                 break
-            seen = row.seen
+            seen, no = row.seen, row.number()
             row.drafts.append(
                 Proposal(
-                    Tier.LOOKUP, token, None, None, state, decision, stamp, seen[Tier.SMALL], seen[Tier.LARGE]
+                    Tier.LOOKUP, token, None, None, None, state, decision, stamp,
+                    seen[Tier.SMALL], seen[Tier.LARGE], no,
                 )
-            )
+            )  # fmt: skip
             history.draft(token)
             row.append(token)
-        row.lookup_full = bool(row.drafts)
+        row.lookup_full = bool(history.num_waiting(Tier.SMALL))
         return row.lookup_full
 
     # ---- the small model has spoken
@@ -123,17 +133,26 @@ class Rounds:
             seq = row.unsignalled.pop(position, None)
             if seq is not None:
                 tick.restated.append(signal(row, seq, reading))
-            elif row.finished is None and position == len(row.history.tokens):
+            elif row.finished is not None:
+                continue
+            elif position == len(row.history.tokens):
                 self._propose(row, reading, stamp, out, tick)
+            elif position >= row.history.num_written:
+                # A draft that passed the small model by; it waits further up.
+                i = position - row.history.num_written
+                row.drafts[i] = replace(
+                    row.drafts[i], small_choice=reading.token, signals=reading.signals, topk=reading.topk
+                )
 
     def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
         policy = row.request.policy
         position = len(row.history.tokens)
         fact = row.fact_value(position, reading.token)
-        state = row.history.state(reading.token, row.draft_limit, row.probe_u(position), fact)
+        state = row.history.state(reading.token, row.draft_limit(Tier.SMALL), row.probe_u(position), fact)
         decision = decide(policy, state, reading.signals)
         proposal = Proposal(
             Tier.SMALL,
+            reading.token,
             reading.token,
             reading.signals,
             reading.topk,
@@ -142,25 +161,72 @@ class Rounds:
             stamp,
             row.seen[Tier.SMALL],
             row.seen[Tier.LARGE],
+            row.number(),
         )
-        if decision.reason in (Reason.LOOP_GUARD, Reason.FACT_GUARD):
-            row.counts.guard_hits += 1
         if self.load is not None and policy.mode is Mode.ROUTED:
             self.load.saw_proposal(decision.action is Action.KEEP)
+        if decision.action is Action.KEEP:
+            row.append(proposal.token)
+        self._go_on(Tier.SMALL, row, proposal, decision, out, tick)
+        if row.finished is None and decision.action is Action.KEEP:
+            self._route(row, tick)
+
+    def _go_on(
+        self, tier: Tier, row: Row, proposal: Proposal, decision: Decision, out: Output, tick: Tick
+    ) -> None:
+        """A tier has decided: the proposal waits for the next one, stands at once, or ends the round."""
+        row.counts.guard_hits += decision.reason in (Reason.LOOP_GUARD, Reason.FACT_GUARD)
         if decision.action is Action.DEFER:
-            row.deferred, row.tier = proposal, Tier.LARGE
-            return
-        row.append(proposal.token)
-        if policy.verified and decision.reason is not Reason.BUDGET:
+            row.tier, row.passed = row.above(tier), []
+            if proposal.tier is Tier.LOOKUP:
+                # Its row must say what was looked up, which that of the token written there cannot.
+                tick.steps.append(proposal_step(row, proposal, Outcome.DISCARDED, None))
+            else:
+                row.deferred = proposal
+        elif row.request.policy.verified and decision.reason is not Reason.BUDGET:
             row.drafts.append(proposal)
-            row.history.draft(proposal.token)
+            row.history.draft(proposal.token, tier)
         else:
             row.history.keep(proposal.token)
             step = proposal_step(row, proposal, Outcome.KEPT, None)
-            row.owe(step, signals=False, label=True)
+            row.owe(step, signals=step.signals is None, label=True)
             self._write(row, step, out, tick)
-        if row.finished is None:
-            self._route(row, tick)
+
+    # ---- a middle tier has spoken
+
+    def _after_middle(
+        self, tier: Tier, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick
+    ) -> None:
+        below = row.below(tier)
+        num = row.history.num_waiting(below)
+        if row.finished is not None or len(readings) != num + 1:
+            return
+        kept, drafts = row.drafts[: len(row.drafts) - num], row.drafts[len(row.drafts) - num :]
+        start = len(row.sequence) - num
+        row.drafts, row.lookup_full = kept, False
+        row.history.recall(below)
+        for i, reading in enumerate(readings):
+            draft = drafts[i] if i < num else None
+            reviewed = review(row, tier, draft, reading, stamp)
+            if reviewed.overruled is not None:
+                tick.steps.append(reviewed.overruled)
+            if reviewed.stood and reviewed.kept:
+                self._go_on(tier, row, reviewed.proposal, reviewed.decision, out, tick)
+                if row.finished is None:
+                    continue
+                self.discard(row, drafts[i + 1 :], tick)
+                row.cut(start + i + 1)
+                return
+            if draft is not None:
+                self.discard(row, drafts[i + 1 :], tick)
+                row.cut(start + i)
+            row.deferred = None
+            if reviewed.kept:
+                row.append(reviewed.proposal.token)
+            self._go_on(tier, row, reviewed.proposal, reviewed.decision, out, tick)
+            if row.finished is None and reviewed.kept:
+                self._route(row, tick)
+            return
 
     # ---- the large model has spoken
 

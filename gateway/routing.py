@@ -10,11 +10,30 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gateway.core import Accept, Kind, Mode
-from gateway.policy import Policy
+from gateway.core import MIDDLES, Accept, Kind, Mode
+from gateway.policy import Level, Policy
 from gateway.router import Router
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+DraftLength = Annotated[int, Meta(ge=1, le=32)]
+
+
+class LevelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a middle tier does differently: `[policy.<name>.middle]`, or `middle` in a request's `routing`."""
+
+    threshold: Annotated[
+        Share | None, Meta(description="routing score, of its own signals, from which it lets a token stand")
+    ] = None
+    draft_length: Annotated[
+        DraftLength | None, Meta(description="most of its tokens that wait for the next tier")
+    ] = None
+
+
+def _level(number: str) -> Meta:
+    return Meta(
+        description=f"what the {number} middle tier does differently: a table with `threshold` and "
+        "`draft_length`"
+    )
 
 
 class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,9 +63,9 @@ class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Share | None,
         Meta(description="for `accept = token_v3`: keep while p >= (1 - alpha) times the large model's best"),
     ] = None
-    draft_length: Annotated[
-        Annotated[int, Meta(ge=1, le=32)] | None, Meta(description="most drafted tokens per verification")
-    ] = None
+    draft_length: Annotated[DraftLength | None, Meta(description="most drafted tokens per verification")] = (
+        None
+    )
     protect_first: Annotated[
         Annotated[int, Meta(ge=0, le=1_000_000)] | None,
         Meta(description="the first N output tokens come from the large model"),
@@ -70,6 +89,9 @@ class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Share | None,
         Meta(description="share of requests whose unverified tokens are audited after the answer is sent"),
     ] = None
+    middle: Annotated[LevelKeys | None, _level("first")] = None
+    middle2: Annotated[LevelKeys | None, _level("second")] = None
+    middle3: Annotated[LevelKeys | None, _level("third")] = None
 
 
 class Routing(PolicyKeys, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -154,6 +176,11 @@ def overlay(policy: Policy, keys: PolicyKeys) -> Policy:
         for name in keys.__struct_fields__
         if name != "policy" and (value := getattr(keys, name)) is not None
     }
+    for name in MIDDLES:
+        if name in given:
+            before: Level = getattr(policy, name) or Level()
+            changed = {k: v for k, v in msgspec.structs.asdict(given[name]).items() if v is not None}
+            given[name] = replace(before, **changed)
     result = replace(policy, **given)
     budget = result.large_token_budget
     if budget is not None and result.accept is Accept.EXACT:

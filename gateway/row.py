@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from gateway.core import (
+    MODELS,
     Action,
     AuditStatus,
     Counts,
     Delta,
     Finished,
+    MiddleView,
     Mode,
     PromptToken,
     Reason,
@@ -25,7 +27,7 @@ from gateway.core import (
 )
 from gateway.facts import LOOK_BACK, looks_like_fact
 from gateway.lookup import NgramIndex
-from gateway.policy import Decision, History, State, decide_early
+from gateway.policy import Decision, History, Policy, State, decide_early
 from gateway.request import Request
 from gateway.sampling import Ask, Constraint, Reading, uniform
 from gateway.text import TextStream, Tokenizer
@@ -46,20 +48,35 @@ class PassStamp:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A token proposed for one output position, and what was decided about it.
+    """A token proposed for one output position, and what was decided about it on its way up.
 
-    The small model's comes with signals and top tokens; a looked-up one has none.
+    tier: who proposed it. small_choice, signals, topk: what the small model says there, None while it has not
+    spoken. state, decision: of the lowest level; no decision where a middle tier replaced what that was on.
+    middle: what the middle tiers say, as far as it got.
     """
 
     tier: Tier
     token: int
+    small_choice: int | None
     signals: Signals | None
     topk: TopK | None
     state: State
-    decision: Decision
+    decision: Decision | None
     stamp: PassStamp
     small_kv: int
     large_kv: int
+    decision_no: int | None = None
+    middle: tuple[MiddleView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A tier's decision to defer a position without having been asked for a token."""
+
+    tier: Tier
+    decision: Decision
+    state: State
+    decision_no: int | None
 
 
 @dataclass(slots=True)
@@ -67,13 +84,15 @@ class Row:
     """One choice in the engine.
 
     sequence: prompt, output and waiting drafts. seen[tier]: how many of `sequence` the tier's cache holds.
-    drafts: kept proposals that wait for verification. deferred: the proposal that ended the round, if the
-    small model had made one. early: a decision taken without a proposal. open: written steps that still lack
-    something, by seq; unsignalled, unlabelled: output position -> seq of those that lack the small model's
-    signals, the large model's view. masks: output position -> what the grammar allowed there, while a model
-    may still be asked. load_cap: most drafts that pay now. lookup_full: the waiting drafts were looked up and
-    are verified before more is drafted. shadowed: what routing would have done so far (mode `shadow`). A
-    finished row stays until its last signals, and labels where it is audited, are in.
+    levels: the models below the large one, weakest first; policies: what each of them decides by.
+    drafts: kept proposals that wait for verification, those that came furthest up first. deferred: the
+    proposal that ended the round, if there was one. passed: decisions taken without a proposal, one a tier.
+    num_decisions: decisions numbered so far. open: written steps that still lack something, by seq;
+    unsignalled, unlabelled: output position -> seq of those that lack the small model's signals, the large
+    model's view. masks: output position -> what the grammar allowed there, while a model may still be asked.
+    load_cap: most drafts that pay now. lookup_full: the drafts that wait for the small model's neighbour were
+    looked up and are verified before more is drafted. shadowed: what routing would have done so far (mode
+    `shadow`). A finished row stays until its last signals, and labels where it is audited, are in.
     """
 
     request: Request
@@ -85,11 +104,14 @@ class Row:
     timings: Timings
     ready_since: float
     sequence: list[int]
+    seen: dict[Tier, int]
     tier: Tier = Tier.LARGE
-    seen: dict[Tier, int] = field(default_factory=lambda: {Tier.SMALL: 0, Tier.LARGE: 0})
+    levels: tuple[Tier, ...] = field(init=False)
+    policies: dict[Tier, Policy] = field(init=False)
     drafts: list[Proposal] = field(default_factory=list)
     deferred: Proposal | None = None
-    early: tuple[Decision, State] | None = None
+    passed: list[Passed] = field(default_factory=list)
+    num_decisions: int = 0
     open: dict[int, Step] = field(default_factory=dict)
     unsignalled: dict[int, int] = field(default_factory=dict)
     unlabelled: dict[int, int] = field(default_factory=dict)
@@ -104,6 +126,12 @@ class Row:
     round: int = 0
     finished: Finished | None = None
     prompt_read: list[PromptToken] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.levels = tuple(tier for tier in MODELS if tier in self.seen and tier is not Tier.LARGE)
+        self.policies = {tier: self.request.policy.at(tier) for tier in self.levels}
+        if len(self.levels) > 1:
+            self.counts.middle_tokens = self.counts.middle_passes = 0
 
     @property
     def num_prompt(self) -> int:
@@ -126,29 +154,72 @@ class Row:
         """Tokens this choice may write at all."""
         return min(self.request.sampling.max_tokens, self.max_len - self.num_prompt)
 
-    @property
-    def draft_limit(self) -> int:
-        """Most drafts of this round: the large model always writes one token more, so the last is its own."""
-        policy = self.request.policy
+    def above(self, tier: Tier) -> Tier:
+        """The next stronger model."""
+        return (*self.levels, Tier.LARGE)[self.levels.index(tier) + 1]
+
+    def below(self, tier: Tier) -> Tier:
+        """The next weaker model."""
+        return (*self.levels, Tier.LARGE)[(*self.levels, Tier.LARGE).index(tier) - 1]
+
+    def room(self, tier: Tier) -> int:
+        """Tokens that the tier above may still take from this one, its own included."""
+        above = self.above(tier)
+        if above is Tier.LARGE:
+            return self.num_left
+        return min(self.num_left, self.draft_limit(above) - self.history.num_waiting(above))
+
+    def draft_limit(self, tier: Tier) -> int:
+        """Most drafts of a tier in a round: the next one always gives one token more, so the last is its."""
+        policy = self.policies[tier]
+        if self.lookup_full and tier is Tier.SMALL:
+            return self.history.num_waiting(tier)
         limit = policy.draft_length if self.load_cap is None else min(policy.draft_length, self.load_cap)
-        if self.lookup_full:
-            return len(self.drafts)
-        return min(limit, max(1, self.num_left - 1)) if policy.verified else limit
+        return min(limit, max(1, self.room(tier) - 1)) if policy.verified else limit
+
+    def number(self) -> int | None:
+        """The next decision's number; None where only the small model decides, in the order of the rows."""
+        if len(self.levels) == 1 or self.request.policy.mode is not Mode.ROUTED:
+            return None
+        self.num_decisions += 1
+        return self.num_decisions - 1
 
     def route(self) -> None:
-        """Decide the next position as far as that needs no proposal, and so the tier that runs next."""
-        policy = self.request.policy
+        """Find the tier that runs next, as far as the rules need no proposal for that.
+
+        The small model, unless a tier's drafts are full: then the one above it. A tier that must defer
+        whatever the proposal leaves the word to the next, which runs if drafts wait for it or it may decide.
+        """
+        self._forget_masks()
+        self.passed = []
+        mode = self.request.policy.mode
+        waiting = {tier: self.history.num_waiting(tier) for tier in self.levels}
+        limits = {tier: self.draft_limit(tier) for tier in self.levels}
+        full = [i for i, tier in enumerate(self.levels) if 0 < waiting[tier] >= limits[tier]]
+        # Below a tier without room a single waiting draft is a full one.
+        for tier in self.levels[min(full, default=0) :]:
+            state = self.history.state(None, limits[tier], tier=tier)
+            # In shadow the large model writes everything; what routing would have done is filled in later.
+            early = MODE if mode is Mode.SHADOW else decide_early(self.policies[tier], state)
+            if early is None:
+                self.tier = tier
+                return
+            self.passed.append(Passed(tier, early, state, self.number()))
+            if waiting[tier]:
+                self.tier = self.above(tier)
+                return
+            if early.reason is Reason.MODE:
+                break
+        self.tier = Tier.LARGE
+
+    def _forget_masks(self) -> None:
+        """Drop the masks of positions at which no model will be asked again."""
         written = self.history.num_written
         self.masks = {
             p: mask
             for p, mask in self.masks.items()
             if p >= written or p in self.unsignalled or p in self.unlabelled
         }
-        state = self.history.state(None, self.draft_limit)
-        # In shadow the large model writes everything; what routing would have done is filled in afterwards.
-        early = MODE if policy.mode is Mode.SHADOW else decide_early(policy, state)
-        self.early = None if early is None else (early, state)
-        self.tier = Tier.SMALL if early is None else Tier.LARGE
 
     def append(self, token: int) -> None:
         """A token was drafted or written: it joins the sequence and moves the grammar along."""
@@ -162,12 +233,11 @@ class Row:
 
     def num_together(self, tier: Tier) -> int:
         """Last tokens that must be fed in one pass: drafts are verified at once."""
-        return len(self.drafts) + 1 if tier is Tier.LARGE else 1
+        return len(self.history.tokens) - self._next_idx(tier) + 1
 
     def num_wanted(self, tier: Tier, num_tokens: int) -> int:
         """Positions of a feed whose logits are wanted: where a written step lacks something, and the next."""
-        lacking = self.unsignalled if tier is Tier.SMALL else self.unlabelled
-        first = next(iter(lacking)) if lacking else self._next_idx(tier)
+        first = min(self._lacking(tier), self._next_idx(tier))
         if self._reads_prompt(tier):
             first = 1 - self.num_prompt
         end = self.seen[tier] + num_tokens
@@ -244,7 +314,24 @@ class Row:
         return AuditStatus.LOST if self.unlabelled else AuditStatus.COMPLETE
 
     def _next_idx(self, tier: Tier) -> int:
-        return self.history.num_written if tier is Tier.LARGE else len(self.history.tokens)
+        """The first output position that waits for the tier's word: of the drafts below it, or the next."""
+        history = self.history
+        if tier is Tier.LARGE:
+            return history.num_written
+        below = self.levels[: self.levels.index(tier)]
+        return len(history.tokens) - sum(history.num_waiting(t) for t in below)
+
+    def _lacking(self, tier: Tier) -> int:
+        """The first output position that still lacks what the tier says there; the next one if none does."""
+        nothing = len(self.history.tokens)
+        if tier is Tier.LARGE:
+            return next(iter(self.unlabelled), nothing)
+        if tier is not Tier.SMALL:
+            return nothing
+        first = self.history.num_written
+        # A middle tier's draft, or a looked-up one, that waits further up while the small model goes on.
+        drafts = (first + i for i, draft in enumerate(self.drafts) if draft.signals is None)
+        return min(next(iter(self.unsignalled), nothing), next(drafts, nothing))
 
     def ask(self, tier: Tier, position: int) -> Ask:
         """What to read at an output position (committed, drafted or the next); below 0 at a prompt token."""
@@ -274,7 +361,7 @@ class Row:
             prompt=self.request.prompt_ids,
             output=self.sequence[self.num_prompt : idx] if shaped else (),
             num_topk=self.request.num_topk,
-            draft=self.sequence[idx] if tier is Tier.LARGE and idx < len(self.sequence) else None,
+            draft=self.sequence[idx] if tier is not Tier.SMALL and idx < len(self.sequence) else None,
             small_penalty=penalty,
             banned=banned,
             mask=self._mask(position),
@@ -289,17 +376,20 @@ class Row:
         return self.masks.get(position)
 
     def drop_drafts(self, num_accepted: int) -> None:
-        """Roll back to the accepted prefix: shorten the sequence and what each cache counts as seen."""
-        end = len(self.sequence) - (len(self.drafts) - num_accepted)
+        """Roll back to the accepted prefix."""
+        self.cut(len(self.sequence) - (len(self.drafts) - num_accepted))
+        self.drafts.clear()
+        self.lookup_full = False
+        self.deferred = None
+
+    def cut(self, end: int) -> None:
+        """Shorten the sequence to its first `end` tokens, and with it what each cache counts as seen."""
         if self.constraint is not None:
             self.constraint.rollback(len(self.sequence) - end)
             self.masks = {p: mask for p, mask in self.masks.items() if p <= end - self.num_prompt}
         del self.sequence[end:]
         for tier in self.seen:
             self.seen[tier] = min(self.seen[tier], end)
-        self.drafts.clear()
-        self.lookup_full = False
-        self.deferred = None
 
 
 @dataclass(slots=True)

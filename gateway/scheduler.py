@@ -1,8 +1,8 @@
 """Which tier runs next, and on which rows.
 
 Each tier has its own ready set; a tick runs one tier over its ready rows. Nothing is in lockstep: rows that
-need the large model gather while others draft, until the oldest of them has waited `large_wait_s`; from then
-on the tier whose oldest row is older goes first, so neither starves.
+need a stronger model gather while others draft, until the oldest of them has waited `large_wait_s`; from then
+on the tier whose oldest row is older goes first, so none starves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from gateway.core import Tier
+from gateway.core import MODELS, Tier
 
 SHORT_FEED = 64
 """Up to this many new tokens a row counts as decoding; beyond, it prefills and shares the chunk budget."""
@@ -42,7 +42,7 @@ class Plan(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """large_wait_s: longest a row waits for company before a large pass.
+    """large_wait_s: longest a row waits for company before a pass of a model other than the small one.
 
     prefill_chunk: most prefill tokens a pass."""
 
@@ -55,20 +55,20 @@ class Scheduler:
         A row whose ready_since lies ahead can wait until then: it runs before only when nobody else is ready.
         """
         due = [row for row in rows if row.ready_since <= now] or rows
-        ready: dict[Tier, list[R]] = {Tier.SMALL: [], Tier.LARGE: []}
+        ready: dict[Tier, list[R]] = {tier: [] for tier in MODELS}
         for row in sorted(due, key=lambda row: row.ready_since):
             ready[row.tier].append(row)
         tier = self._pick(ready, now)
         return None if tier is None else self._fill(tier, ready[tier])
 
     def _pick(self, ready: dict[Tier, list[R]], now: float) -> Tier | None:
-        small, large = ready[Tier.SMALL], ready[Tier.LARGE]
-        if not large:
-            return Tier.SMALL if small else None
-        overdue = now - large[0].ready_since >= self.large_wait_s
-        if small and (not overdue or small[0].ready_since < large[0].ready_since):
-            return Tier.SMALL
-        return Tier.LARGE
+        oldest = {tier: rows[0].ready_since for tier, rows in ready.items() if rows}
+        if not oldest:
+            return None
+        weakest, *stronger = oldest
+        overdue = [tier for tier in stronger if now - oldest[tier] >= self.large_wait_s]
+        # Of equally old rows the stronger tier's go first.
+        return min([*reversed(overdue), weakest], key=oldest.__getitem__)
 
     def _fill(self, tier: Tier, ready: list[R]) -> Plan[R]:
         """Decoding rows all run; prefilling rows share what is left of the chunk, oldest first."""

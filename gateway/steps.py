@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gateway.core import Outcome, Reason, Signals, Step, Tier, TopK
+from gateway.core import MIDDLES, MiddleView, Outcome, Reason, Signals, Step, Tier, TopK, Verdict
 from gateway.policy import Decision, Policy, State
 from gateway.row import PassStamp, Proposal, Row
 from gateway.sampling import Reading
@@ -14,29 +14,99 @@ from gateway.sampling import Reading
 def proposal_step(row: Row, p: Proposal, outcome: Outcome, large: Reading | None) -> Step:
     """A proposal that stood, was rejected, or was not examined; large: what the large model says there."""
     step = new_step(row, p.token, p.tier, outcome, p.decision, p.state, p.stamp)
-    step = replace(step, **proposed(p), small_kv=p.small_kv, large_kv=p.large_kv)
-    return step if large is None else replace(step, **_large_view(p.token, p, large))
+    step = replace(
+        step,
+        **proposed(p),
+        small_kv=p.small_kv,
+        large_kv=p.large_kv,
+        middle=p.middle,
+        decision_no=p.decision_no,
+        overruled_by=Tier.LARGE if outcome is Outcome.REJECTED and large is not None else None,
+    )
+    if large is None:
+        return step
+    return replace(step, **_large_view(p.token, p.token if p.tier in MIDDLES else p.small_choice, large))
 
 
 def recovered_step(row: Row, rejected: Proposal, large: Reading, stamp: PassStamp) -> Step:
     """The large model's token where a draft was rejected; the small model's signals are the draft's."""
     step = new_step(row, large.token, Tier.LARGE, Outcome.RECOVERED, None, rejected.state, stamp)
-    return replace(step, **proposed(rejected), **_large_view(large.token, rejected, large))
+    return replace(step, **proposed(rejected), **_large_view(large.token, rejected.small_choice, large))
+
+
+def overruled_step(row: Row, rejected: Proposal, by: MiddleView) -> Step:
+    """A draft that a middle tier rejected: the large model has not seen it."""
+    step = proposal_step(row, replace(rejected, middle=(*rejected.middle, by)), Outcome.REJECTED, None)
+    return replace(step, overruled_by=by.tier)
 
 
 def large_step(row: Row, large: Reading, stamp: PassStamp) -> Step:
     """The token at the position where the round ended: bonus after a full draft, else deferred."""
     p = row.deferred
-    if p is not None:
-        decision, state = p.decision, p.state
-    elif row.early is not None:
-        decision, state = row.early
-    else:
-        raise AssertionError("a large pass ended a round that nobody ended")
-    outcome = Outcome.BONUS if decision.reason is Reason.DRAFT_FULL and row.drafts else Outcome.LARGE
+    state, decision, no = undecided(row)
+    middle = middle_passed(row) if p is None else p.middle
+    last = middle[-1].reason if middle else decision.reason if decision is not None else None
+    outcome = Outcome.BONUS if last is Reason.DRAFT_FULL and row.drafts else Outcome.LARGE
     step = new_step(row, large.token, Tier.LARGE, outcome, decision, state, stamp)
-    step = replace(step, **_large_view(large.token, p, large))
+    small = None if p is None else p.small_choice
+    step = replace(step, **_large_view(large.token, small, large), middle=middle, decision_no=no)
     return step if p is None else replace(step, **proposed(p))
+
+
+def undecided(row: Row) -> tuple[State, Decision | None, int | None]:
+    """What the lowest level decided where the round ended, in which state; nothing where it was not asked,
+    because drafts were full further up, or where what it looked up has a row of its own."""
+    if row.deferred is not None:
+        return row.deferred.state, row.deferred.decision, row.deferred.decision_no
+    if row.passed and row.passed[0].tier is Tier.SMALL:
+        return row.passed[0].state, row.passed[0].decision, row.passed[0].decision_no
+    return row.history.state(None, row.draft_limit(Tier.SMALL)), None, None
+
+
+def middle_passed(row: Row) -> tuple[MiddleView, ...]:
+    """The middle tiers' decisions where the round ended without a proposal."""
+    return tuple(
+        middle_view(row, p.tier, Verdict.PASSED, None, None, p.decision, p.state, p.decision_no, 0)
+        for p in row.passed
+        if p.tier is not Tier.SMALL
+    )
+
+
+def middle_view(
+    row: Row,
+    tier: Tier,
+    verdict: Verdict,
+    token: int | None,
+    said: Reading | None,
+    decision: Decision | None,
+    state: State,
+    decision_no: int | None,
+    pass_id: int,
+) -> MiddleView:
+    """What a middle tier said of a token, if it was asked, and decided, if it had to."""
+    columns = decided(row.policies[tier], decision)
+    p = None if said is None else said.p_token if token == said.token else said.p_draft
+    return MiddleView(
+        tier=tier,
+        verdict=verdict,
+        choice=None if said is None else said.token,
+        p=p,
+        signals=None if said is None else said.signals,
+        topk=None if said is None else said.topk,
+        action=columns["action"],
+        reason=columns["reason"],
+        score=columns["score"],
+        threshold=columns["threshold"],
+        draft_pos=state.draft_pos,
+        draft_limit=state.draft_limit,
+        run_length=state.run_length,
+        ema_acceptance=state.ema_acceptance,
+        guard_value=state.guard_value,
+        probe_u=state.probe_u,
+        fact_value=state.fact_value,
+        decision_no=decision_no,
+        pass_id=pass_id,
+    )
 
 
 def new_step(
@@ -107,15 +177,15 @@ def small_view(token: int, signals: Signals, topk: TopK) -> dict[str, Any]:
 
 
 def proposed(p: Proposal) -> dict[str, Any]:
-    """What the small model said with a proposal; nothing, where the lookup made it."""
-    if p.signals is None or p.topk is None:
+    """What the small model said where a token was proposed; nothing, where it has not spoken."""
+    if p.small_choice is None or p.signals is None or p.topk is None:
         return {}
-    return small_view(p.token, p.signals, p.topk)
+    return small_view(p.small_choice, p.signals, p.topk)
 
 
-def _large_view(token: int, proposal: Proposal | None, large: Reading) -> dict[str, Any]:
-    """What the large model says of a row's token, and whether the small model's own would have been it."""
-    agrees = None if proposal is None or proposal.signals is None else proposal.token == large.token
+def _large_view(token: int, judged: int | None, large: Reading) -> dict[str, Any]:
+    """What the large model says of a row's token, and whether the token it is judged by is its own."""
+    agrees = None if judged is None else judged == large.token
     return {
         "large_topk": large.topk,
         "large_choice": large.token,

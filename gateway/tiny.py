@@ -26,7 +26,7 @@ VOCAB_SIZE = 259
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, POSITIONS = 128, 3, 4, 2, 256, 4096
 
-NOISE: Mapping[str, float] = {"small": 0.022}
+NOISE: Mapping[str, float] = {"small": 0.022, "middle": 0.011}
 """Model name -> standard deviation of its noise, as a share of each weight matrix's own."""
 
 QK_GAIN = 3.0

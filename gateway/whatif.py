@@ -16,7 +16,8 @@ import pyarrow as pa
 from gateway.core import UNWRITTEN, Accept, Action, Mode, Outcome, Reason, Tier
 from gateway.intervals import wilson
 from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup
-from gateway.replay import Rows, recorded_policy
+from gateway.recorded import Rows
+from gateway.replay import recorded_policy
 
 NUM_BINS = 20
 """Score bins of equal width over [0, 1], in which labels are pooled."""
@@ -82,7 +83,7 @@ class _Position:
 def what_if(
     request_row: Mapping[str, Any], steps: pa.Table, policy: Policy, labels: Labels | None = None
 ) -> WhatIf:
-    """One choice under another policy: its requests row, its steps (replay.COLUMNS, in seq order).
+    """One choice under another policy: its requests row, its steps (recorded.COLUMNS, in seq order).
 
     Raises replay.UnknownPolicy where the recorded policy cannot be read.
     """

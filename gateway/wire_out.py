@@ -33,7 +33,10 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class RoutingReport(Struct, frozen=True, kw_only=True):
-    """Who wrote the answer (contract: Routing, per request); ratios over nothing are null."""
+    """Who wrote the answer (contract: Routing, per request); ratios over nothing are null.
+
+    The middle tiers' keys are there where such tiers are.
+    """
 
     policy: str
     policy_hash: str
@@ -53,6 +56,8 @@ class RoutingReport(Struct, frozen=True, kw_only=True):
     small_passes: int
     adapted: bool
     degraded: bool
+    middle_tokens: int | UnsetType = UNSET
+    middle_passes: int | UnsetType = UNSET
 
 
 def routing_report(policy: str, policy_hash: str, arm: str, counts: Counts) -> RoutingReport:
@@ -78,6 +83,8 @@ def routing_report(policy: str, policy_hash: str, arm: str, counts: Counts) -> R
         small_passes=counts.small_passes,
         adapted=bool(counts.adapted),
         degraded=bool(counts.degraded),
+        middle_tokens=UNSET if counts.middle_tokens is None else counts.middle_tokens,
+        middle_passes=UNSET if counts.middle_passes is None else counts.middle_passes,
     )
 
 

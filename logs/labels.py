@@ -47,16 +47,17 @@ def labelled(reader: Reader, policy: Policy, filters: TraceFilter | None = None)
 
     One label a position: where the small model proposed and the large model's own choice is known. Drafts
     that were thrown away unexamined have none; a recovered token repeats its rejected draft and is left out.
+    Where a middle tier wrote, it is that tier's token that was labelled: left out too.
     """
     numbers = reader.newest(MOST_TRACES, filters) or [0]
     width = len(policy.router.probe) if policy.router is not None else 0
     span = (numbers[-1], numbers[0])
     found = reader.query(
-        f"SELECT {', '.join(_COLUMNS)} FROM {reader.sql('steps', _COLUMNS, span)}"
+        f"SELECT {', '.join(_COLUMNS)} FROM {reader.sql('steps', (*_COLUMNS, 'tier'), span)}"
         f" WHERE trace_no BETWEEN {span[0]} AND {span[1]}"
         " AND audit_agrees IS NOT NULL AND top1_p IS NOT NULL AND gap IS NOT NULL AND entropy IS NOT NULL"
         " AND run_length IS NOT NULL AND ema_acceptance IS NOT NULL"
-        " AND outcome NOT IN ('recovered', 'discarded', 'forced')"
+        " AND outcome NOT IN ('recovered', 'discarded', 'forced') AND NOT starts_with(tier, 'middle')"
         " AND trace_no IN (SELECT unnest(?)) AND (? = 0 OR octet_length(hidden) = ?)",
         [numbers, width, 2 * width],
     )

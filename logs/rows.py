@@ -11,9 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from gateway.core import AuditStatus, PassRecord, Step, Tier
+from gateway.core import AuditStatus, MiddleView, PassRecord, Step, Tier
+from gateway.policy import settings
 from gateway.request import Trace
-from logs.schema import arrow_schema
+from logs.schema import MIDDLE, arrow_schema
 
 PREVIEW_CHARS = 200
 SPARK_POINTS = 32
@@ -21,6 +22,8 @@ SPARK_POINTS = 32
 STEP_SCHEMA = arrow_schema("steps")
 REQUEST_SCHEMA = arrow_schema("requests")
 PASS_SCHEMA = arrow_schema("passes")
+
+_FIELDS = tuple(field.name for field in MIDDLE)
 
 _PROMPT_PARAMS = ("messages", "prompt", "suffix", "tools", "functions", "input")
 _TOKEN_COLUMNS = (
@@ -31,6 +34,7 @@ _TOKEN_COLUMNS = (
     "small_topk_ids",
     "large_topk_ids",
 )
+_TOKEN_FIELDS = ("choice", "topk_ids")
 
 
 class Capture(StrEnum):
@@ -92,7 +96,7 @@ def request_row(life: Life, capture: Capture, decode: Decode | None) -> dict[str
         "arm": request.arm,
         "policy_name": request.policy_name,
         "policy_hash": policy.hash,
-        "policy": json.dumps(asdict(policy)),
+        "policy": json.dumps(settings(policy)),
         "seed": sampling.seed if -(2**63) <= sampling.seed < 2**63 else None,
         "sampling": json.dumps(_sampling(asdict(sampling), capture)),
         "params": json.dumps(_params(request.params, capture), default=str),
@@ -159,6 +163,7 @@ def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture
         "small_topk_logprobs": (k.logprobs if k else None for k in small),
         "large_topk_ids": (k.ids if k else None for k in large),
         "large_topk_logprobs": (k.logprobs if k else None for k in large),
+        "middle": ([_view(v, capture) for v in step.middle] or None for step in steps),
     }
     if capture is Capture.SIGNALS:
         derived |= {name: [None] * len(steps) for name in _TOKEN_COLUMNS}
@@ -172,6 +177,18 @@ def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture
         for column in STEP_SCHEMA
     ]
     return pa.Table.from_arrays(arrays, schema=STEP_SCHEMA)
+
+
+def _view(view: MiddleView, capture: Capture) -> dict[str, Any]:
+    """An entry of `steps.middle`."""
+    entry = {name: getattr(view, name, None) for name in _FIELDS}
+    if view.signals is not None:
+        entry |= asdict(view.signals)
+    if view.topk is not None:
+        entry |= {"topk_ids": view.topk.ids, "topk_logprobs": view.topk.logprobs}
+    if capture is Capture.SIGNALS:
+        entry |= dict.fromkeys(_TOKEN_FIELDS)
+    return entry
 
 
 def pass_table(passes: Sequence[PassRecord]) -> pa.Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-VERSION = 4
+VERSION = 5
 """Schema version this code writes; it opens and reads every earlier one."""
 
 
@@ -25,6 +25,41 @@ class Column:
     since: int = 1
 
 
+MIDDLE: tuple[Column, ...] = (
+    Column("tier", "VARCHAR", "`middle`, `middle2` or `middle3`"),
+    Column(
+        "verdict",
+        "VARCHAR",
+        "what it made of the draft: `accepted`, `rejected`, `recovered` (its own token instead); "
+        "or without one: `bonus` (after a full draft), `own` (the tier below had deferred), `passed` (it "
+        "deferred unasked)",
+    ),
+    Column("choice", "INTEGER", "its own token"),
+    Column("p", "FLOAT", "its probability of the token it judged, or put"),
+    Column("top1_p", "FLOAT", "probability of its top token"),
+    Column("gap", "FLOAT", "top1_p minus the runner-up's probability"),
+    Column("entropy", "FLOAT", "entropy, nats"),
+    Column("attn_entropy", "FLOAT", "mean attention entropy of its last layer, nats"),
+    Column("topk_ids", "INTEGER[]", "top tokens, most likely first"),
+    Column("topk_logprobs", "FLOAT[]", "their log-probabilities, nats"),
+    Column("action", "VARCHAR", "`keep`: a draft for the next tier; `defer`; null on a rejected draft"),
+    Column("reason", "VARCHAR", "the rule that decided"),
+    Column("score", "FLOAT", "routing score of its own signals, 0..1"),
+    Column("threshold", "FLOAT", "score from which it keeps, 0..1"),
+    Column("draft_pos", "INTEGER", "its drafts that already waited for the next tier"),
+    Column("draft_limit", "INTEGER", "most of those"),
+    Column("run_length", "INTEGER", "as on the step, when it decided"),
+    Column("ema_acceptance", "FLOAT", "running acceptance of its drafts by the next tier, 0..1"),
+    Column("guard_value", "FLOAT", "as on the step, of the token it decided about"),
+    Column("probe_u", "FLOAT", "uniform draw of the probe, 0..1"),
+    Column("fact_value", "FLOAT", "1 where that token looks like part of a fact, else 0"),
+    Column("decision_no", "INTEGER", "as on the step"),
+    Column("pass_id", "BIGINT", "its model pass; 0 where it was not asked"),
+)
+"""The fields of one entry of `steps.middle`."""
+
+_MIDDLE = f"STRUCT({', '.join(f'{field.name} {field.sql}' for field in MIDDLE)})[]"
+
 _ARROW: dict[str, pa.DataType] = {
     "BIGINT": pa.int64(),
     "INTEGER": pa.int32(),
@@ -35,7 +70,9 @@ _ARROW: dict[str, pa.DataType] = {
     "BOOLEAN": pa.bool_(),
     "INTEGER[]": pa.list_(pa.int32()),
     "FLOAT[]": pa.list_(pa.float32()),
+    "VARCHAR[]": pa.list_(pa.string()),
 }
+_ARROW[_MIDDLE] = pa.list_(pa.struct([(field.name, _ARROW[field.sql]) for field in MIDDLE]))
 
 REQUESTS: tuple[Column, ...] = (
     Column("trace_no", "BIGINT", "number of the request on this tape, in order of admission; never reused"),
@@ -108,6 +145,10 @@ REQUESTS: tuple[Column, ...] = (
         since=3,
     ),
     Column("kind", "VARCHAR", "what the prompt asks for: `code`, `short`, `reasoning`, `other`", since=4),
+    Column("middle_models", "VARCHAR[]", "names of the middle models, weakest first", since=5),
+    Column("middle_hashes", "VARCHAR[]", "hashes of their weights", since=5),
+    Column("middle_tokens", "INTEGER", "output tokens written by middle models", since=5),
+    Column("middle_passes", "INTEGER", "middle-model passes with a row of this choice", since=5),
 )
 
 STEPS: tuple[Column, ...] = (
@@ -121,7 +162,7 @@ STEPS: tuple[Column, ...] = (
     Column("tick", "BIGINT", "engine tick that committed the row"),
     Column("token_id", "INTEGER", "the row's token"),
     Column("token_bytes", "BLOB", "exact bytes the token adds to the text"),
-    Column("tier", "VARCHAR", "who wrote it: `small`, `large`, `lookup`"),
+    Column("tier", "VARCHAR", "who wrote it: `small`, `middle`, `middle2`, `middle3`, `large`, `lookup`"),
     Column("action", "VARCHAR", "`keep` or `defer`; null where nothing was decided"),
     Column("reason", "VARCHAR", "the rule that decided"),
     Column("score", "FLOAT", "routing score, 0..1"),
@@ -161,12 +202,20 @@ STEPS: tuple[Column, ...] = (
     Column("hidden", "BLOB", "small model: last hidden state, float16, where a router reads it", since=4),
     Column("large_entropy", "FLOAT", "large model: entropy, nats", since=4),
     Column("large_attn_entropy", "FLOAT", "large model: as attn_entropy, nats", since=4),
+    Column("middle", _MIDDLE, "what the middle tiers said and decided, weakest first; null without", since=5),
+    Column(
+        "decision_no",
+        "INTEGER",
+        "number of the decision among all of this choice, where middle tiers decide too",
+        since=5,
+    ),
+    Column("overruled_by", "VARCHAR", "the tier that rejected the row's token", since=5),
 )
 
 PASSES: tuple[Column, ...] = (
     Column("pass_id", "BIGINT", "number of the pass since the gateway started"),
     Column("tick", "BIGINT", "engine tick"),
-    Column("tier", "VARCHAR", "model that ran: `small` or `large`"),
+    Column("tier", "VARCHAR", "model that ran: `small`, `middle`, `middle2`, `middle3` or `large`"),
     Column("rows", "INTEGER", "rows (choices) in the pass"),
     Column("tokens", "INTEGER", "new tokens over all rows"),
     Column("context_tokens", "BIGINT", "KV tokens read over all rows"),

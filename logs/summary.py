@@ -17,6 +17,7 @@ def by_trace(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 _TOTALS = (
     "completion_tokens",
     "small_tokens",
+    "middle_tokens",
     "large_tokens",
     "lookup_tokens",
     "protected_tokens",
@@ -25,6 +26,7 @@ _TOTALS = (
     "num_accepted_draft_tokens",
     "guard_hits",
     "large_passes",
+    "middle_passes",
     "small_passes",
     "audited_tokens",
     "audit_agreements",
@@ -33,8 +35,8 @@ _TOTALS = (
 
 _OF_THE_REQUEST = (
     "trace_no", "request_id", "endpoint", "model", "arm", "policy_name", "policy_hash", "policy", "params",
-    "num_topk", "parent", "forked_at", "small_model", "large_model", "small_hash", "large_hash",
-    "router_hash", "numerics", "version", "capture", "gateway", "user_hash",
+    "num_topk", "parent", "forked_at", "small_model", "middle_models", "large_model", "small_hash",
+    "middle_hashes", "large_hash", "router_hash", "numerics", "version", "capture", "gateway", "user_hash",
 )  # fmt: skip
 _PROMPT = ("prompt_ids", "prompt_text", "prompt_preview")
 

@@ -62,10 +62,16 @@ def rate(before: float | None, after: float | None, seconds: float) -> float | N
 def throughput(
     summaries: Iterable[Mapping[str, Any]], now: float, window_s: float = 900.0, bucket_s: float = 30.0
 ) -> list[dict[str, Any]]:
-    """Tokens a second by tier and bucket of time, each answer's tokens spread evenly over its decoding."""
+    """Tokens a second by tier and bucket of time, each answer's tokens spread evenly over its decoding.
+
+    Middle tiers count together, and are left out where there are none.
+    """
     count = int(window_s / bucket_s)
     start = now - window_s
-    sums = {tier: [0.0] * count for tier in ("small", "large", "lookup")}
+    summaries = list(summaries)
+    middle = any(s.get("middle_tokens") is not None for s in summaries)
+    tiers = ("small", "middle", "large", "lookup") if middle else ("small", "large", "lookup")
+    sums = {tier: [0.0] * count for tier in tiers}
     for s in summaries:
         first, last = s.get("first_token") or s.get("received"), s.get("finished")
         if first is None or last is None or last < start:

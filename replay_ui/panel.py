@@ -20,16 +20,30 @@ OUTCOMES = {
     "bonus": "the large model's token after a full draft",
     "large": "left to the large model",
     "forced": "given with the fork, not decoded",
-    "rejected": "drafted, and the large model refused it",
+    "rejected": "drafted, and a stronger model refused it",
     "discarded": "drafted, but never examined: an earlier draft was refused or the answer had ended",
 }
+
+
+VERDICTS = {
+    "accepted": "let the draft stand",
+    "rejected": "refused the draft",
+    "recovered": "refused the draft and put its own token",
+    "bonus": "added its own token after a full draft",
+    "own": "was asked, as the tier below deferred",
+    "passed": "passed on without being asked",
+}
+"""What a middle tier made of a position."""
 
 
 def shown_ids(steps: Steps, position: int) -> list[int]:
     """Ids of the tokens that the panel names at position."""
     row = steps.row(position)
+    views = row.get("middle") or []
     ids = [*(row.get("small_topk_ids") or []), *(row.get("large_topk_ids") or [])]
-    return ids + [row[name] for name in ("small_choice", "large_choice") if row.get(name) is not None]
+    ids += [i for said in views for i in said.get("topk_ids") or []]
+    choices = [row.get("small_choice"), *(said.get("choice") for said in views), row.get("large_choice")]
+    return ids + [choice for choice in choices if choice is not None]
 
 
 def wanted_ids(steps: Steps, position: int) -> list[int]:
@@ -62,14 +76,33 @@ def card(
         f'<div class="tt-title"><b>{where}</b><code>{markup(token)}</code>'
         f'<span class="tt-tier {escape(tier)}">{escape(tier)}</span>'
         f'<span title="{escape(OUTCOMES.get(outcome, ""))}">{escape(outcome)}</span>'
-        f"{_audit(row, names)}</div>"
+        f"{_overruled(row)}{_audit(row, names)}</div>"
     )
     tops = (
         f'<div class="tt-tops">{_bars("small", row, names, row.get("small_choice"), row.get("token_id"))}'
+        f"{''.join(_middle(said, names, row.get('token_id')) for said in row.get('middle') or ())}"
         f"{_bars('large', row, names, row.get('large_choice'), row.get('token_id'))}</div>"
     )
     rules = _rules(verdict(policy, row) if policy else None, row, steps, position)
     return f'<div class="tt-card">{title}{rules}{tops}{_numbers(row) if numbers else ""}</div>'
+
+
+def _overruled(row: Mapping[str, Any]) -> str:
+    by = row.get("overruled_by")
+    return "" if by is None else f'<span class="tt-bad">overruled by {escape(str(by))}</span>'
+
+
+def _middle(said: Mapping[str, Any], names: Mapping[int, str], token: int | None) -> str:
+    """What a middle tier made of the position, what it decided, and its top tokens."""
+    tier, reason = str(said.get("tier")), said.get("reason")
+    words = escape(VERDICTS.get(str(said.get("verdict")), ""))
+    if reason is not None:
+        score = said.get("score")
+        why = "" if score is None else f", score {number(score)} of {number(said.get('threshold'))}"
+        words += f" → {escape(str(said.get('action')))}: {escape(str(reason))}{why}"
+    tops = {f"{tier}_topk_ids": said.get("topk_ids"), f"{tier}_topk_logprobs": said.get("topk_logprobs")}
+    note = f'<div class="tt-dim">{words}</div>'
+    return f"<div>{note}{_bars(tier, tops, names, said.get('choice'), token)}</div>"
 
 
 def _audit(row: Mapping[str, Any], names: Mapping[int, str]) -> str:
@@ -128,7 +161,7 @@ def _bars(
 ) -> str:
     ids, logprobs = row.get(f"{who}_topk_ids") or [], row.get(f"{who}_topk_logprobs") or []
     if not ids:
-        why = "was not asked here" if who == "small" else "has not seen this token"
+        why = "has not seen this token" if who == "large" else "was not asked here"
         return f'<div><div class="tt-who">{who}</div><div class="tt-dim">The {who} model {why}.</div></div>'
     lines = ""
     for i, logprob in zip(ids, logprobs, strict=False):

@@ -13,6 +13,7 @@ import torch
 
 from gateway.cache import BlockPool
 from gateway.core import (
+    MIDDLES,
     AuditStatus,
     Delta,
     Finished,
@@ -28,7 +29,8 @@ from gateway.engine import Engine
 from gateway.layout import Feed, Forward
 from gateway.local import local_tiers
 from gateway.policy import Policy, f32
-from gateway.replay import COLUMNS, replay
+from gateway.recorded import COLUMNS
+from gateway.replay import replay
 from gateway.request import Request
 from gateway.scheduler import Scheduler
 from gateway.summary import by_torch
@@ -149,6 +151,7 @@ def fake_engine(
     small: Logits,
     large: Logits,
     *,
+    middles: Sequence[Logits] = (),
     vocab_size: int = 8,
     num_blocks: int = 64,
     block_size: int = 64,
@@ -160,8 +163,8 @@ def fake_engine(
     tokenizer: Any = None,
     **options: Any,
 ) -> Engine:
-    """An engine over two scripted models."""
-    said = {Tier.SMALL: small, Tier.LARGE: large}
+    """An engine over scripted models."""
+    said = {Tier.SMALL: small, **dict(zip(MIDDLES, middles, strict=False)), Tier.LARGE: large}
     return Engine(
         local_tiers({tier: ScriptedModel(vocab_size, logits, block_size) for tier, logits in said.items()}),
         tokenizer or Letters(vocab_size),
@@ -294,20 +297,25 @@ def check_tape(request: Request, answer: Answer) -> None:
     assert (counts.small_tokens, counts.large_tokens, counts.lookup_tokens) == tuple(
         by_tier[t] for t in (Tier.SMALL, Tier.LARGE, Tier.LOOKUP)
     )
+    assert (counts.middle_tokens or 0) == sum(by_tier[t] for t in MIDDLES)
     assert counts.completion_tokens == len(output) <= request.sampling.max_tokens
     drafts = [row for row in rows if row.outcome in (Outcome.ACCEPTED, Outcome.REJECTED)]
+    for row in drafts:
+        assert (row.overruled_by is not None) == (row.outcome is Outcome.REJECTED)
+    drafts = [row for row in drafts if row.overruled_by in (None, Tier.LARGE)]
     assert counts.num_accepted_draft_tokens == sum(row.outcome is Outcome.ACCEPTED for row in drafts)
     assert counts.num_draft_tokens >= len(drafts)
 
     for row in rows:
-        if row.outcome is Outcome.REJECTED:
+        large_saw_it = row.overruled_by in (None, Tier.LARGE)
+        if row.outcome is Outcome.REJECTED and large_saw_it:
             after = next(r for r in rows if r.seq > row.seq and r.outcome is not Outcome.DISCARDED)
             assert (after.outcome, after.idx, after.round) == (Outcome.RECOVERED, row.idx, row.round)
         if row.tier is Tier.LARGE and row.outcome is not Outcome.FORCED:
             assert row.token_id == row.large_choice
         if row.tier is Tier.SMALL and row.outcome is not Outcome.FORCED:
             assert row.token_id == row.small_choice
-        if row.outcome in (
+        if large_saw_it and row.outcome in (
             Outcome.ACCEPTED,
             Outcome.REJECTED,
             Outcome.RECOVERED,
@@ -349,6 +357,7 @@ def check_replay(request: Request, answer: Answer) -> None:
     replayed = replay(about, rows)
     assert replayed.mismatches == []
     decided = sum(row.action is not None for row in answer.tape)
+    decided += sum(view.action is not None for row in answer.tape for view in row.middle)
     assert replayed.decisions == decided
 
 

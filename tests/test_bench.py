@@ -16,7 +16,7 @@ from gateway.bench.settings import LARGE_ONLY, everything, seed_table, standard
 from gateway.bench.table import Line, compare, header, row
 from gateway.bench.workloads import WORKLOADS
 from gateway.config import ConfigError
-from gateway.core import Accept
+from gateway.core import Accept, Tier
 from gateway.loading import Loaded
 from gateway.policy import Policy
 from gateway.presets import Pair
@@ -32,7 +32,12 @@ def bench(tiny_pair: TinyPair) -> Bench:
     served = Served("tiny/small", "tiny/large", "a", "b", "cpu/float32/none", "test")
     pool = engine.pool
     loaded = Loaded(
-        tiny_pair.small, tiny_pair.large, tiny_pair.tokenizer, pool.num_blocks, pool.block_size, served, None
+        {Tier.SMALL: tiny_pair.small, Tier.LARGE: tiny_pair.large},
+        tiny_pair.tokenizer,
+        pool.num_blocks,
+        pool.block_size,
+        served,
+        None,
     )
     return Bench(loaded, engine.max_model_len)
 

@@ -252,6 +252,7 @@ def test_a_rollout_splits_users_as_the_contract_says_and_ends_when_asked(http: h
         ({"name": "x", "canary": {"treshold": 0.3}}, "canary.treshold"),
         ({"name": "x", "canary": {}, "weights": 1}, "weights"),
         ({"name": "x", "canary": {"threshold": 0.3}, "weight": 2.0}, "weight"),
+        ({"name": "x", "canary": {"middle": {"threshold": 0.3}}}, "canary.middle"),
     ],
 )
 def test_a_bad_rollout_names_the_field(http: httpx.Client, body: dict[str, Any], param: str) -> None:

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 from tape_fakes import SERVED, Script, finished, passed, record, request, step
 
-from gateway.core import AuditStatus, Outcome, Settled, Signals, Tick, Tier, TopK
+from gateway.core import (
+    Action,
+    AuditStatus,
+    MiddleView,
+    Outcome,
+    Reason,
+    Settled,
+    Signals,
+    Tick,
+    Tier,
+    TopK,
+    Verdict,
+)
 from gateway.policy import Policy
 from gateway.request import Trace
 from logs.reader import Reader
@@ -47,9 +59,39 @@ def test_a_step_comes_back_as_it_was_written(recorder):
     assert (row["top1_p"], row["gap"], row["entropy"], row["attn_entropy"]) == (0.75, 0.5, 1.25, None)
     assert (row["small_topk_ids"], row["small_topk_logprobs"]) == ([7, 8], [-0.25, -3.0])
     assert (row["hidden"], row["large_entropy"], row["large_attn_entropy"]) == (b"\x00\x3c", 1.5, 0.125)
-    said = ("top1_p", "gap", "entropy", "attn_entropy", "hidden", "large_entropy", "large_attn_entropy")
+    said = (
+        "top1_p",
+        "gap",
+        "entropy",
+        "attn_entropy",
+        "hidden",
+        "large_entropy",
+        "large_attn_entropy",
+        "middle",
+    )
     plain = [n for n in row if n not in said and "topk" not in n]
     assert {n: getattr(written, n) for n in plain} == {n: row[n] for n in plain}
+    assert row["middle"] is None
+
+
+def test_a_middle_tiers_view_comes_back_as_it_was_written(recorder):
+    recorder.on_admit(trace())
+    view = MiddleView(
+        tier=Tier.MIDDLE, verdict=Verdict.RECOVERED, choice=9, p=0.5, signals=Signals(0.5, 0.25, 1.5),
+        topk=TopK((9, 8), (-0.5, -2.0)), action=Action.KEEP, reason=Reason.CONFIDENT, score=0.25,
+        threshold=0.125, draft_pos=1, draft_limit=4, run_length=2, ema_acceptance=0.75, guard_value=0.0,
+        probe_u=None, fact_value=0.0, decision_no=7, pass_id=3,
+    )  # fmt: skip
+    recorder.on_tick(Tick(0, passed(), [], [step("r", 0, middle=(view,), decision_no=6)]))
+
+    row = recorder.reader().steps("r").to_pylist()[0]
+
+    (got,) = row["middle"]
+    assert (got["top1_p"], got["gap"], got["entropy"], got["attn_entropy"]) == (0.5, 0.25, 1.5, None)
+    assert (got["topk_ids"], got["topk_logprobs"]) == ([9, 8], [-0.5, -2.0])
+    plain = [n for n in got if hasattr(view, n)]
+    assert {n: getattr(view, n) for n in plain} == {n: got[n] for n in plain}
+    assert row["decision_no"] == 6
 
 
 def test_floats_are_stored_as_float32_exactly(recorder):

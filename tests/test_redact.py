@@ -4,7 +4,8 @@ import pytest
 from tape_fakes import Script, record
 
 from gateway.policy import Policy
-from gateway.replay import COLUMNS, replay_all
+from gateway.recorded import COLUMNS
+from gateway.replay import replay_all
 from logs.recorder import Recorder
 from logs.redact import BadHook, load
 

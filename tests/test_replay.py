@@ -10,7 +10,8 @@ from tape_fakes import Script
 
 from gateway.core import Accept, Action, Mode, Outcome, Reason, Tier
 from gateway.policy import Policy
-from gateway.replay import COLUMNS, UnknownPolicy, recorded_policy, replay, replay_all
+from gateway.recorded import COLUMNS
+from gateway.replay import UnknownPolicy, recorded_policy, replay, replay_all
 from logs.rows import Capture, step_table
 
 
@@ -122,6 +123,7 @@ def test_a_missing_column_is_no_reason_to_crash(column):
     # What only some rules or capture levels need may be missing; every other column is missed.
     optional = {"token_id", "large_choice", "attn_entropy", "hidden", "probe_u", "fact_value"}
     optional |= {"audit_agrees", "action"}
+    optional |= {"round", "middle", "decision_no", "overruled_by"}
     assert bool(result.mismatches) is (column not in optional)
 
 

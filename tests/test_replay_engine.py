@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gateway.core import Accept, Mode, Reason, Tier
 from gateway.policy import Policy
-from gateway.replay import COLUMNS, replay
+from gateway.recorded import COLUMNS
+from gateway.replay import replay
 from gateway.router import Router
 from gateway.whatif import what_if
 from logs.rows import Capture, step_table

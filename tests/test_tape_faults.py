@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.replay import COLUMNS, replay_all
+from gateway.recorded import COLUMNS
+from gateway.replay import replay_all
 from logs.recorder import Recorder
 
 pytestmark = pytest.mark.soak

@@ -9,7 +9,7 @@ from tape_fakes import Script
 
 from gateway.core import Accept, Action, Mode, Outcome
 from gateway.policy import Policy
-from gateway.replay import COLUMNS
+from gateway.recorded import COLUMNS
 from gateway.whatif import NUM_BINS, Labels, expected_agreement, what_if
 from logs.rows import Capture, step_table
 

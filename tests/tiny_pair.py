@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway import tiny
 from gateway.cache import BlockPool
-from gateway.core import Tier
+from gateway.core import MIDDLES, Tier
 from gateway.engine import Engine
 from gateway.local import local_tiers
 from gateway.models import CausalLM
@@ -32,9 +32,7 @@ class TinyPair:
     @classmethod
     def build(cls, cache: Path) -> TinyPair:
         folder = tiny.build(cache)
-        small, large = CausalLM.load(folder / "small"), CausalLM.load(folder / "large")
-        for model in (small, large):
-            model.allocate(NUM_BLOCKS, BLOCK_SIZE)
+        small, large = load(folder / "small"), load(folder / "large")
         return cls(folder, Tokenizer.load(folder / "large"), small, large)
 
     def engine(
@@ -46,11 +44,13 @@ class TinyPair:
         large_wait_s: float = 0.0,
         prefill_chunk: int = 512,
         clock: Callable[[], float] = time,
+        middles: Sequence[CausalLM] = (),
         **options: Any,
     ) -> Engine:
-        """A fresh engine over the shared models; max_model_len at most BLOCK_SIZE."""
+        """A fresh engine over the shared models, and others between; max_model_len at most BLOCK_SIZE."""
+        between = dict(zip(MIDDLES, middles, strict=False))
         return Engine(
-            local_tiers({Tier.SMALL: self.small, Tier.LARGE: self.large}),
+            local_tiers({Tier.SMALL: self.small, **between, Tier.LARGE: self.large}),
             self.tokenizer,
             BlockPool(num_blocks, BLOCK_SIZE),
             Scheduler(large_wait_s, prefill_chunk),
@@ -59,3 +59,10 @@ class TinyPair:
             clock=clock,
             **options,
         )
+
+
+def load(folder: Path) -> CausalLM:
+    """A model with NUM_BLOCKS blocks of BLOCK_SIZE positions."""
+    model = CausalLM.load(folder)
+    model.allocate(NUM_BLOCKS, BLOCK_SIZE)
+    return model

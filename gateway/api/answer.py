@@ -41,15 +41,16 @@ def routing(request: Request, counts: Iterable[Counts]) -> RoutingReport:
     total = Counts()
     for one in counts:
         for field in fields(Counts):
-            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+            if (count := getattr(one, field.name)) is not None:
+                setattr(total, field.name, (getattr(total, field.name) or 0) + count)
     return routing_report(request.policy_name, request.policy.hash, request.arm, total)
 
 
 class LogprobsWriter:
     """One choice's logprobs, token by token, from the steps that wrote it.
 
-    Logprobs are those of A at temperature 1: the large model's, or the small one's for a token that the
-    large model has not seen. Offsets count characters of the text before the token's first byte.
+    Logprobs are those of A at temperature 1: of the strongest model that has seen the token. Offsets count
+    characters of the text before the token's first byte.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ def token_name(raw: bytes) -> str:
 
 def step_logprobs(step: Step, num_top: int) -> tuple[float, list[tuple[int, float]]]:
     """The logprob of the step's token and the num_top likeliest (id, logprob), in nats."""
+    if step.large_topk is None and step.middle and step.middle[-1].topk is not None:
+        return _logprobs(step.token_id, step.middle[-1].topk, step.middle[-1].p, num_top)
     return _logprobs(step.token_id, step.large_topk or step.small_topk, step.p_large, num_top)
 
 

@@ -21,11 +21,11 @@ from gateway.api.guard import caller
 from gateway.api.inference import context_of
 from gateway.api.live import Cancelled, Failed, Live, TooLate
 from gateway.api.models import as_json
-from gateway.api.plan import overlaid
+from gateway.api.plan import check_levels, overlaid
 from gateway.api.route import Route
 from gateway.api.service import Service, service_of
 from gateway.api.traces import SETTLE_S, check_choice, reader_of, summary
-from gateway.replay import COLUMNS as REPLAY_COLUMNS
+from gateway.recorded import COLUMNS as REPLAY_COLUMNS
 from gateway.replay import UnknownPolicy, recorded_policy
 from gateway.whatif import what_if
 from gateway.wire_debug import ChoiceQuery, DiffQuery, ExportQuery, ForkRequest, WhatIfRequest
@@ -53,6 +53,14 @@ async def post_what_if(request: HttpRequest, trace_id: FromPath[str]) -> Respons
         )
     except UnknownPolicy as error:
         raise ApiError(409, str(error), code="unknown_policy") from None
+
+    if row.get("middle_models"):
+        raise ApiError(
+            400,
+            "what-if answers for two tiers: in this trace a middle tier decided as well; fork it instead",
+            code="middle_tiers",
+        )
+    check_levels(policy, 0)
 
     def compute() -> Any:
         steps = reader.steps(trace_id, query.choice, columns=REPLAY_COLUMNS)

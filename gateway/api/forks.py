@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from gateway.api.errors import ApiError
 from gateway.api.live import Engine
-from gateway.api.plan import Arm, Origin, overlaid, plan_completion
+from gateway.api.plan import Arm, Origin, check_levels, overlaid, plan_completion
 from gateway.api.plan_chat import plan_chat
 from gateway.api.service import Service
 from gateway.api.tools import constraint_of
@@ -50,6 +50,7 @@ def fork_request(
     name, policy = recorded.policy_name, recorded.policy
     if body.routing is not None:
         name, policy = overlaid(body.routing, name, policy, service.policies)
+        check_levels(policy, service.limits(engine).num_middles)
     return replace(
         recorded,
         id=service.new_id("fork"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.core import Kind, Mode, Sampling
+from gateway.core import MIDDLES, Kind, Mode, Sampling
 from gateway.kinds import kind_of
 from gateway.policy import Policy, admitted
 from gateway.request import Request
@@ -25,10 +25,12 @@ LEAST_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_model_len: prompt plus answer in tokens. max_choices: prompts times n."""
+    """max_model_len: prompt plus answer in tokens. max_choices: prompts times n. num_middles: tiers between
+    small and large."""
 
     max_model_len: int
     max_choices: int
+    num_middles: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def requests_for(
         _check_length(len(prompt), max_tokens, limits.max_model_len, prompt_field)
     sampling = _sampling(body, max_tokens, tokenizer)
     policy_name, policy = overlaid(body.routing, arm.policy_name, arm.policy, policies)
+    check_levels(policy, limits.num_middles)
     # What a client asked for by name is what it gets.
     says_mode = body.routing is not None and body.routing.mode is not None
     if reads_prompt:
@@ -207,6 +210,17 @@ def overlaid(
     except PolicyConflict as error:
         param = f"routing.{error.key}"
         raise BodyError(f"routing.{error}", param, "invalid_value") from None
+
+
+def check_levels(policy: Policy, num_middles: int) -> None:
+    """Raise BodyError where a policy speaks of a tier that is not served."""
+    for tier in MIDDLES[num_middles:]:
+        if getattr(policy, tier) is not None:
+            raise BodyError(
+                f"routing.{tier}: there are {num_middles} tiers between small and large here",
+                f"routing.{tier}",
+                "invalid_value",
+            )
 
 
 def _reading_the_prompt(policy: Policy) -> Policy:

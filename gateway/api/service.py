@@ -96,7 +96,11 @@ class Service:
 
     def limits(self, engine: Engine) -> Limits:
         """What one request may ask for."""
-        return Limits(max_model_len=engine.max_model_len, max_choices=self.config.server.max_choices)
+        return Limits(
+            max_model_len=engine.max_model_len,
+            max_choices=self.config.server.max_choices,
+            num_middles=len(self.config.models.middle),
+        )
 
     def grammars(self) -> Grammars:
         """The compiler of grammars; made at first use, so call it in a thread."""

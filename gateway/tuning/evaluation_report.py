@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gateway.policy import settings
 from gateway.tuning.compare import paired
 from gateway.tuning.curve import Costs
 from gateway.tuning.evaluate import Group, Result, Versus, agreement, cost, groups, same_answer, versus
@@ -135,7 +136,7 @@ def as_json(done: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
     for result in done.results:
         agreed = agreement(result)
         policies[result.name] = {
-            "policy": asdict(result.policy),
+            "policy": settings(result.policy),
             "policy_hash": result.policy.hash,
             "metrics": {metric: result.mean(metric) for metric in result.scores[0]},
             "agreement": asdict(paired(agreed, [0.0] * len(agreed))),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gateway.config import Config
 from gateway.core import Tier
 from gateway.load import CostTable
-from gateway.loading import load_pair
+from gateway.loading import check_pair, load_pair
 from gateway.prefix import PrefixCache
 from gateway.request import Served
 from gateway.scheduler import Scheduler
@@ -33,6 +33,7 @@ class Machine:
 @contextmanager
 def runner_for(config: Config, rows: int, max_tokens: int) -> Iterator[Machine]:
     """Load the config's pair; it is let go at the end. Raises ConfigError."""
+    check_pair(config)
     loaded = load_pair(config, timed=True)
     assert loaded.costs is not None
     engine = loaded.engine(

@@ -20,7 +20,7 @@ import streamlit as st
 from replay_ui.pieces import alone, strip_texts, symbol
 from replay_ui.steps import GUARDS, UNWRITTEN, Steps
 
-TIERS = ("small", "large", "lookup")
+TIERS = ("small", "large", "lookup", "middle", "middle2", "middle3")
 OUTCOMES = ("kept", "accepted", "recovered", "bonus", "large", "forced", "rejected", "discarded")
 """The codes that store.js knows, by place."""
 

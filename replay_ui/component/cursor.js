@@ -79,6 +79,7 @@ function cursorPart(g, root) {
     if (v.colour === "route") {
       parts.push(chip("small accepted", "small"), chip("large", "large"));
       if (g.tier.includes(2)) parts.push(chip("lookup", "lookup"));
+      TIERS.slice(3).forEach((name, i) => { if (g.tier.includes(3 + i)) parts.push(chip(name, name)); });
       if (v.drafts) parts.push(chip("rejected", "rejected draft"));
       if (g.flags.some((f) => f & GUARD)) parts.push(chip("guard large", "guard"));
     } else {

@@ -74,7 +74,7 @@ function plotPart(g, root) {
     if (slot > 3) {
       for (let p = a; p <= b; p += 1) {
         if (!written(g, p) || Number.isNaN(values[p])) continue;
-        ink.fillStyle = ["#999999", "#0072B2", "#009E73"][g.tier[p]];
+        ink.fillStyle = ["#999999", "#0072B2", "#009E73", "#56B4E9", "#56B4E9", "#56B4E9"][g.tier[p]];
         ink.beginPath();
         ink.arc(x(p), y(values[p]), Math.min(slot / 3, 3), 0, 7);
         ink.fill();

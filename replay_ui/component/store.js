@@ -15,7 +15,7 @@ const decode = {
 };
 
 const SIGNALS = ["gap", "entropy", "acceptance", "latency", "p_large"];
-const TIERS = ["small", "large", "lookup"];
+const TIERS = ["small", "large", "lookup", "middle", "middle2", "middle3"];
 const OUTCOMES = ["kept", "accepted", "recovered", "bonus", "large", "forced", "rejected", "discarded"];
 const UNWRITTEN = 6;
 const GUARD = 1, DISAGREES = 2;

@@ -14,9 +14,10 @@ from replay_ui import figures, view
 from replay_ui.client import Problem
 from replay_ui.session import gateway, guard, zone
 
+TIERS = ("small", "middle", "middle2", "middle3", "large", "lookup")
 EVERY_S = 3.0
 WINDOW_S = 900.0
-COLOURS = {"small": "#999999", "large": "#0072B2", "lookup": "#009E73"}
+COLOURS = {"small": "#999999", "middle": "#56B4E9", "large": "#0072B2", "lookup": "#009E73"}
 
 
 def page() -> None:
@@ -74,7 +75,7 @@ def tiles(seen: deque[tuple[float, figures.Samples]]) -> str:
     def grown(name: str, **labels: str) -> float | None:
         return figures.rate(figures.total(before, name, **labels), figures.total(found, name, **labels), span)
 
-    tokens = {tier: grown("generation_tokens_total", tier=tier) or 0.0 for tier in COLOURS}
+    tokens = {tier: grown("generation_tokens_total", tier=tier) or 0.0 for tier in TIERS}
     whole = sum(tokens.values())
     drafted, accepted = (
         grown("spec_decode_num_draft_tokens_total"),

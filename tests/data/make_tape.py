@@ -13,10 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tape_fakes import Script, record
+from fakes import ask_for, decode_one, fake_engine, near, noise_logits
+from tape_fakes import SERVED, Script, passed, record
 
-from gateway.core import Accept, Mode
-from gateway.policy import Policy
+from gateway.core import Accept, Mode, Tick
+from gateway.policy import Level, Policy
+from gateway.request import Trace
 from logs.recorder import Recorder
 from logs.schema import VERSION
 
@@ -29,7 +31,7 @@ POLICIES = {
 
 
 def main() -> None:
-    """Two traces in a segment, two live; one interrupted."""
+    """Two traces in a segment, three live, one of them of three tiers; one interrupted."""
     target = Path(__file__).parent / f"tape-v{VERSION}"
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
@@ -39,6 +41,7 @@ def main() -> None:
             record(recorder, script)
             if i == 1:
                 recorder.compact()
+        record_cascade(recorder)
         recorder.on_admit(
             replace(script.trace(), request=replace(script.trace().request, id="cut"), finished=None)
         )
@@ -50,6 +53,19 @@ def main() -> None:
         ):
             shutil.copyfileobj(tape, out)
         shutil.copytree(data_dir / "segments", target / "segments", dirs_exist_ok=True)
+
+
+def record_cascade(recorder: Recorder) -> None:
+    """One answer that three tiers wrote."""
+    large = noise_logits(1, 8)
+    engine = fake_engine(near(large, 2, 1.2), large, middles=[near(large, 5, 0.6)], vocab_size=8)
+    policy = Policy(accept=Accept.TOKEN_V3, threshold=0.2, protect_first=2, middle=Level(threshold=0.3))
+    request = ask_for("cascade", (1, 2, 3), policy=policy, max_tokens=40)
+    answer = decode_one(engine, request)
+    trace = Trace(request, replace(SERVED, middle_models=("middle",), middle_hashes=("m" * 16,)))
+    recorder.on_admit(trace)
+    recorder.on_tick(Tick(0, passed(0), [], answer.tape))
+    recorder.on_finish(replace(trace, finished=answer.finished))
 
 
 if __name__ == "__main__":
