@@ -77,7 +77,10 @@ def own(query: duckdb.DuckDBPyConnection) -> list[Segment]:
 
 def listed(query: duckdb.DuckDBPyConnection) -> list[Segment]:
     """The segments of the open tape, other gateways' among them, by their first trace number."""
-    rows = query.execute(f"SELECT {', '.join(names('segments'))} FROM segments ORDER BY first_no").fetchall()
+    present = {row[0] for row in query.execute("DESCRIBE segments").fetchall()}
+    # An older tape that is only read keeps its own columns.
+    columns = [name if name in present else f"NULL AS {name}" for name in names("segments")]
+    rows = query.execute(f"SELECT {', '.join(columns)} FROM segments ORDER BY first_no").fetchall()
     return [Segment(*row) for row in rows]
 
 
