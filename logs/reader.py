@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from logs.results import fetch_rows, fetch_table, split
 from logs.schema import REQUESTS, VERSION, names, version_of
-from logs.segments import FLEET, FOLDER, Segment, found, listed, spanning
+from logs.segments import FLEET, FOLDER, Segment, as_of, found, listed, spanning
 from logs.summary import by_trace, summary
 from logs.tape import FILE
 
@@ -300,9 +300,10 @@ class Reader:
             numbers = [number for (number,) in rows.fetchall()]
             holding = [s for s in segments if any(s.first_no <= n <= s.last_no for n in numbers)]
             return _Place(numbers, holding, live=False)
+        elsewhere = as_of("moved", ("request_id", "trace_no", "name", "dt", "gateway"), self._live_version)
         places = query.execute(
             "SELECT DISTINCT trace_no, NULL, NULL, NULL FROM requests WHERE request_id = ?"
-            " UNION ALL SELECT trace_no, name, dt, gateway FROM moved WHERE request_id = ?",
+            f" UNION ALL SELECT trace_no, name, dt, gateway FROM {elsewhere} WHERE request_id = ?",
             [request_id, request_id],
         ).fetchall()
         moved = {(name, dt, gateway) for _, name, dt, gateway in places if name is not None}
@@ -318,7 +319,9 @@ class Reader:
         return spanning(table, tuple(dict.fromkeys(columns)), segments, self.data_dir, version)
 
     def _segments(self, query: duckdb.DuckDBPyConnection) -> list[Segment]:
-        return found(self.data_dir) if self._live_version is None else listed(query)
+        if self._live_version is None:
+            return found(self.data_dir)
+        return listed(query, self._live_version)
 
     def _holding(self, query: duckdb.DuckDBPyConnection, first: int, last: int) -> list[Segment]:
         """The segments that may hold trace numbers first..last."""

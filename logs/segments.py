@@ -75,12 +75,10 @@ def own(query: duckdb.DuckDBPyConnection) -> list[Segment]:
     return [segment for segment in listed(query) if segment.gateway is None]
 
 
-def listed(query: duckdb.DuckDBPyConnection) -> list[Segment]:
-    """The segments of the open tape, other gateways' among them, by their first trace number."""
-    present = {row[0] for row in query.execute("DESCRIBE segments").fetchall()}
-    # An older tape that is only read keeps its own columns.
-    columns = [name if name in present else f"NULL AS {name}" for name in names("segments")]
-    rows = query.execute(f"SELECT {', '.join(columns)} FROM segments ORDER BY first_no").fetchall()
+def listed(query: duckdb.DuckDBPyConnection, version: int = VERSION) -> list[Segment]:
+    """The segments of an open tape of that version, other gateways' among them, by first trace number."""
+    source = as_of("segments", names("segments"), version)
+    rows = query.execute(f"SELECT * FROM {source} ORDER BY first_no").fetchall()
     return [Segment(*row) for row in rows]
 
 
@@ -190,24 +188,27 @@ def spanning(
 
     Columns that a version did not have yet are null.
     """
-    known = {column.name: column for column in TABLES[table]}
-
-    def select(version: int) -> str:
-        return "SELECT " + ", ".join(
-            name if known[name].since <= version else f"NULL::{known[name].sql} AS {name}" for name in columns
-        )
-
-    parts = [f"{select(live_version)} FROM {table}"] if live_version is not None else []
+    parts = [as_of(table, columns, live_version)] if live_version is not None else []
     by_version: dict[int, list[str]] = {}
     for segment in segments:
         by_version.setdefault(segment.version, []).append(str(segment.path(data_dir, table)))
     for version, files in by_version.items():
         quoted = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-        parts.append(f"{select(version)} FROM read_parquet([{quoted}], hive_partitioning = false)")
+        parts.append(as_of(table, columns, version, f"read_parquet([{quoted}], hive_partitioning = false)"))
     if not parts:
+        known = {column.name: column for column in TABLES[table]}
         nothing = ", ".join(f"NULL::{known[name].sql} AS {name}" for name in columns)
         return f"(SELECT {nothing} WHERE false)"
     return f"({' UNION ALL '.join(parts)})"
+
+
+def as_of(table: str, columns: Sequence[str], version: int, source: str | None = None) -> str:
+    """SQL of columns of a table (or another source of its rows) as that version wrote it, as one relation."""
+    known = {column.name: column for column in TABLES[table]}
+    chosen = (
+        name if known[name].since <= version else f"NULL::{known[name].sql} AS {name}" for name in columns
+    )
+    return f"(SELECT {', '.join(chosen)} FROM {source or table})"
 
 
 def _movable(

@@ -33,6 +33,7 @@ def data_dir(request, tmp_path):
 
 def told(reader):
     ids = [row["request_id"] for row in reader.traces()[0]]
+    assert [reader.trace(one)["request_id"] for one in ids] == ids
     results = list(replay_all(reader.every_choice(COLUMNS)))
     mismatches = [str(mismatch) for result in results for mismatch in result.mismatches]
     return ids, sum(result.decisions for result in results) > 90, mismatches
