@@ -18,6 +18,8 @@ ROUTING_NOT_LIVE = "RoutingNotLive"
 TAPE_DROPPING = "TapeDropping"
 QUEUE_SATURATED = "QueueSaturated"
 CONTROL_SILENT = "ControlSilent"
+LARGE_UNAVAILABLE = "LargeModelUnavailable"
+ANSWERS_DEGRADED = "AnswersDegraded"
 
 BUILT_IN = (
     CANARY_ROLLED_BACK,
@@ -28,6 +30,8 @@ BUILT_IN = (
     TAPE_DROPPING,
     QUEUE_SATURATED,
     CONTROL_SILENT,
+    LARGE_UNAVAILABLE,
+    ANSWERS_DEGRADED,
 )
 """Alerts that need no rule (contract: Config file)."""
 
@@ -182,6 +186,30 @@ def built_in_rules(queue_limit: int) -> list[Rule]:
                 window_s=30.0,
                 for_s=30.0,
                 summary="The queue is nearly full: requests wait long, and new ones are turned away.",
+            )
+        ),
+        Rule(
+            RuleConfig(
+                name=LARGE_UNAVAILABLE,
+                kind="threshold",
+                metric="tokentape:large_available",
+                function="max",
+                op="<",
+                value=1.0,
+                window_s=10.0,
+                severity="critical",
+                summary="The large model's engine cannot be reached, or serves another model.",
+            )
+        ),
+        Rule(
+            RuleConfig(
+                name=ANSWERS_DEGRADED,
+                kind="threshold",
+                metric="tokentape:requests_degraded_total",
+                function="increase",
+                value=0.0,
+                severity="critical",
+                summary="The small model wrote on alone, because the large one could not be had.",
             )
         ),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from gateway.cache import BlockPool
 from gateway.core import Mode, Tier, Timings
@@ -16,7 +16,10 @@ from gateway.tier import Scorer
 
 
 class Admission:
-    """Gives rows their blocks and what earlier rows left in theirs. prefixes: finished rows kept for that."""
+    """Gives rows their blocks and what earlier rows left in theirs. prefixes: finished rows kept for that.
+
+    elsewhere: tiers that keep what they have read where they run.
+    """
 
     def __init__(
         self,
@@ -25,8 +28,10 @@ class Admission:
         pool: BlockPool,
         prefixes: PrefixCache,
         max_model_len: int,
+        elsewhere: Collection[Tier] = (),
     ) -> None:
         self.tiers = tiers
+        self.elsewhere = elsewhere
         self.tokenizer = tokenizer
         self.pool = pool
         self.prefixes = prefixes
@@ -58,7 +63,7 @@ class Admission:
             timings=timings,
             ready_since=now,
             sequence=list(request.prompt_ids),
-            seen=dict.fromkeys(self.tiers, 0),
+            seen=dict.fromkeys((*self.tiers, *self.elsewhere), 0),
         )
         self._reuse_prefix(row)
         if request.policy.mode is Mode.SHADOW:

@@ -85,7 +85,7 @@ class Gateway:
         self.service = Service(
             config=config,
             metrics=metrics,
-            model_name=config.models.served_name,
+            model_name=config.served_name,
             recorder=recorder,
             keys=keys or Keyring(),
         )
@@ -169,6 +169,8 @@ class Gateway:
         alerts.start()
         metrics = self.service.metrics
         metrics.watch_engine(lambda: worker.num_running, lambda: worker.num_waiting, lambda: worker.kv_usage)
+        for large in worker.distant:
+            metrics.watch_large(large)
         metrics.watch_tape(lambda: self._recorder.queue_depth, lambda: dict(self._recorder.dropped))
         share = self._recorder.share
         if share is not None:
@@ -179,6 +181,8 @@ class Gateway:
             if worker is not None:
                 # Answers are out; what is left are last signals and audits.
                 worker.stop(SETTLE_S)
+                for large in worker.distant:
+                    large.close()
                 if self.service.alerts is not None:
                     self.service.alerts.stop()
         finally:

@@ -61,6 +61,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--sizing", type=int, metavar="N", help="instead: what N answers at a time take, by the cost model"
     )
+    parser.add_argument(
+        "--remote-latency", metavar="MS,...", help="instead: the large model behind a network this slow"
+    )
     parser.set_defaults(run=run)
 
 
@@ -71,6 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sizing is not None and arguments.sizing < 1:
         raise ConfigError("--sizing: at least 1")
     rows = _numbers(arguments.rows)
+    if arguments.remote_latency is not None:
+        from gateway.bench.latency import table
+
+        delays = _numbers(arguments.remote_latency, "--remote-latency", least=0)
+        tokens = arguments.tokens or 96
+        for line in table(delays, rows, arguments.preset or "tiny", tokens):
+            print(line, flush=True)
+        return 0
     names = _named(arguments.workloads, "--workloads", WORKLOADS)
     overrides: dict[str, Any] = {"engine.max_rows": max(rows), "engine.max_model_len": MAX_MODEL_LEN}
     if arguments.preset is not None:
@@ -209,11 +220,11 @@ def _named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, option: str = "--rows", least: int = 1) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--rows: {text!r} is not a list of numbers") from None
-    if min(numbers) < 1:
-        raise ConfigError("--rows: at least 1")
+        raise ConfigError(f"{option}: {text!r} is not a list of numbers") from None
+    if min(numbers) < least:
+        raise ConfigError(f"{option}: at least {least}")
     return numbers

@@ -49,8 +49,11 @@ def end(
     *,
     stop: str | int | None = None,
     error: str | None = None,
+    retry_after_s: float | None = None,
 ) -> None:
     """Say how the answer ended and release what text was held back."""
     row.timings.finished = clock()
-    row.finished = out.finished = Finished(reason, replace(row.counts), row.timings, stop, error)
+    row.finished = out.finished = Finished(
+        reason, replace(row.counts), row.timings, stop, error, retry_after_s
+    )
     out.text.append(row.text.flush())

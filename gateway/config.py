@@ -72,19 +72,70 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
 
     def __post_init__(self) -> None:
-        if (self.small is None) != (self.large is None):
-            missing = "small" if self.small is None else "large"
-            raise ValueError(f"models.{missing}: both small and large must be named")
+        if self.large is not None and self.small is None:
+            raise ValueError("models.small: both small and large must be named")
         if self.preset is not None and self.small is not None:
             raise ValueError("models.preset: name a preset or a small and a large model, not both")
 
     @property
     def served_name(self) -> str:
         """The name clients call the pair by: the preset's, the large model's hub id, or its folder's name."""
-        if self.large is None:
+        named = self.large or self.small
+        if named is None:
             return self.preset or DEFAULT_PRESET
-        path = Path(self.large)
-        return path.stem if path.suffix == ".gguf" else path.name if path.exists() else self.large
+        path = Path(named)
+        return path.stem if path.suffix == ".gguf" else path.name if path.exists() else named
+
+
+class RemoteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[remote]: the large model on an engine elsewhere."""
+
+    engine: Annotated[
+        Literal["vllm", "sglang", "openai"] | None,
+        Meta(
+            description="what serves the large model instead of this process: `vllm`, `sglang`, or `openai` "
+            "(any server whose completions take token ids and return logprobs); `[models]` then names the "
+            "small model only, or a preset"
+        ),
+    ] = None
+    base_url: Annotated[str, Meta(description="where the engine listens, without `/v1`")] = (
+        "http://127.0.0.1:8001"
+    )
+    model: Annotated[
+        str | None, Meta(description="the name it serves the model by; by default the first that it lists")
+    ] = None
+    api_key_env: Annotated[
+        str | None, Meta(description="name of the environment variable that holds its API key")
+    ] = None
+    top_logprobs: Annotated[
+        Annotated[int, Meta(ge=2, le=20)],
+        Meta(description="top logprobs asked for at every position (more where a request wants more)"),
+    ] = 5
+    max_in_flight: Annotated[Positive, Meta(description="most calls under way; further ones wait")] = 64
+    timeout_s: Annotated[Seconds, Meta(description="longest wait for one try of a call")] = 30.0
+    failures: Annotated[
+        Positive, Meta(description="failed tries in a row after which the engine counts as unavailable")
+    ] = 5
+    pause_s: Annotated[
+        Seconds, Meta(description="time until an unavailable engine is tried again; doubles up to a minute")
+    ] = 2.0
+    check_s: Annotated[
+        Seconds, Meta(description="how often the model is checked to be the one it was at the start")
+    ] = 86_400.0
+    draft_ahead: Annotated[
+        bool, Meta(description="whether the small model drafts on while a call is under way")
+    ] = True
+    affinity_header: Annotated[
+        str,
+        Meta(description="header that is the same on all calls of a request, for a load balancer to hash"),
+    ] = "x-session-id"
+    on_large_failure: Annotated[
+        Literal["fail", "degrade"],
+        Meta(
+            description="what becomes of a request when the large model cannot be had: `fail` (503), or "
+            "`degrade`: the small model writes on, flagged (`routing.mode` `routed` only)"
+        ),
+    ] = "fail"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +356,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings of one gateway."""
 
     models: ModelsConfig = ModelsConfig()
+    remote: RemoteConfig = RemoteConfig()
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
     auth: AuthConfig = AuthConfig()
@@ -314,6 +366,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     otel: OtelConfig = OtelConfig()
     policy: dict[str, PolicyTable] = {}
     calibration: dict[str, Calibration] = {}
+
+    def __post_init__(self) -> None:
+        models = self.models
+        if self.remote.engine is None and models.small is not None and models.large is None:
+            raise ValueError("models.large: both small and large must be named, or a [remote] engine")
+        if self.remote.engine is not None and models.large is not None:
+            raise ValueError("models.large: the large model is on the [remote] engine")
+        if self.remote.engine is not None and models.middle:
+            raise ValueError("models.middle: not with a large model on a [remote] engine")
+
+    @property
+    def served_name(self) -> str:
+        """The name clients call the pair by: the large model's."""
+        return self.remote.model or self.models.served_name
 
     @property
     def policies(self) -> dict[str, Policy]:

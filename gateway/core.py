@@ -336,13 +336,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How one choice ended."""
+    """How one choice ended. retry_after_s: after an error that may pass, when trying again is worth it."""
 
     reason: FinishReason
     counts: Counts
     timings: Timings
     stop: str | int | None = None
     error: str | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,15 @@ from gateway.core import (
     Delta,
     Finished,
     FinishReason,
+    Mode,
     PassRecord,
     Settled,
     Tick,
     Tier,
     Timings,
 )
+from gateway.distance import Distance
+from gateway.inflight import InFlight, Landed
 from gateway.load import Load
 from gateway.lookup import AnswerStore
 from gateway.prefix import PrefixCache
@@ -38,17 +41,23 @@ from gateway.rounds import Rounds, View
 from gateway.row import Output, PassStamp, Row
 from gateway.scheduler import SHORT_FEED, Plan, Scheduler
 from gateway.text import Tokenizer
-from gateway.tier import Job, Scorer
+from gateway.tier import Distant, Job, LargeFailed, Scorer
 
 log = structlog.get_logger(__name__)
 
 AUDIT_PATIENCE_S = 0.5
 """How long an answered row's labels give way to rows whose clients still wait."""
 
+MOST_ASKED = 64
+"""Positions that one call to a tier elsewhere is asked about."""
+
 
 class Engine:
     """Rows, tiers, one block pool. Single-threaded: call everything from one thread.
 
+    distant: tiers elsewhere; a row's job goes out on its own, and meanwhile the small model drafts on
+    (draft_ahead).
+    degrades: when such a tier gives no answer, the small model writes on; else the request fails.
     load: caps drafts by what they are worth (None: drafts are never capped). answers: earlier answers to look
     tokens up in (None: only the row's own text). prefixes: finished rows whose keys and values may be reused.
     """
@@ -65,10 +74,18 @@ class Engine:
         load: Load | None = None,
         answers: AnswerStore | None = None,
         prefixes: PrefixCache | None = None,
+        distant: Mapping[Tier, Distant] | None = None,
+        degrades: bool = False,
+        draft_ahead: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers = dict(tiers)
-        self.vocab_size = min(tier.vocab_size for tier in tiers.values())
+        self.distant = dict(distant or {})
+        self.degrades = degrades
+        self.draft_ahead = draft_ahead
+        self.flights = InFlight()
+        sizes = [tier.vocab_size for tier in self.tiers.values()]
+        self.vocab_size = min(sizes + [tier.vocab_size for tier in self.distant.values()])
         self.tokenizer = tokenizer
         self.pool = pool
         self.scheduler = scheduler
@@ -80,16 +97,22 @@ class Engine:
         self.clock = clock
         self.waiting: deque[tuple[Request, Timings]] = deque()
         self.rows: list[Row] = []
-        self.admission = Admission(self.tiers, tokenizer, pool, self.prefixes, max_model_len)
+        self.admission = Admission(self.tiers, tokenizer, pool, self.prefixes, max_model_len, self.distant)
         self.rounds = Rounds(self.rows, load, answers, clock)
         self.num_ticks = 0
         self.num_passes = 0
+        self._full = False
         self._last_end = time.perf_counter()
 
     @property
     def idle(self) -> bool:
-        """Whether a tick would do nothing."""
+        """Whether there is nobody to serve."""
         return not self.rows and not self.waiting
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a tick would do something now; if not, until an answer from elsewhere lands."""
+        return self.flights.landed or bool(self.waiting and not self._full) or bool(self._near())
 
     def check(self, request: Request) -> None:
         """Raise ValueError when the request can never be served here."""
@@ -115,7 +138,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request that `check` let pass."""
-        if self.idle:
+        if not self.runnable:
             self._last_end = time.perf_counter()
         self.waiting.append((request, Timings(received=request.received)))
 
@@ -134,40 +157,58 @@ class Engine:
         return tick
 
     def tick(self) -> Tick:
-        """Admit what fits, run one pass, commit what it settles."""
+        """Admit what fits, take an answer that has landed or run one pass, commit what it settles."""
         self.num_ticks += 1
         tick = Tick(self.num_ticks)
         self._admit(tick)
-        plan = self.scheduler.plan(self.rows, self.clock())
+        self._send_off(tick)
+        landed = self.flights.take()
+        if landed is not None:
+            self._land(landed, tick)
+        else:
+            self._pass(tick)
+        self._send_off(tick)
+        return tick
+
+    def _pass(self, tick: Tick) -> None:
+        plan = self.scheduler.plan(self._near(), self.clock())
         if plan is None:
-            return tick
+            return
         try:
             views, stamp = self._run(plan, tick)
         except Exception as error:
             log.exception("pass_failed", tier=plan.tier, rows=len(plan.rows))
             for row in plan.rows:
                 self._break_off(row, FinishReason.ERROR, str(error), tick)
-            return tick
+            return
         for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
-            out = Output()
             row.seen[plan.tier] += num
-            self.rounds.after(plan.tier, row, row.take_prompt(said), stamp, out, tick)
-            row.ready_since = self.clock()
-            if out.steps:
-                tick.deltas.append(out.delta(row))
-            if row.finished is not None:
-                self._settle(row, tick)
+            self._hear(plan.tier, row, said, stamp, tick)
         if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
             written = sum(len(delta.steps) for delta in tick.deltas)
             spent = tick.passed.ms + tick.passed.host_ms
             self.load.saw_pass(plan.tier, spent, sum(plan.num_tokens), written, self.rounds.num_decoding)
-        return tick
+
+    def _hear(self, tier: Tier, row: Row, views: list[View], stamp: PassStamp, tick: Tick) -> None:
+        """What becomes of a row after a tier has spoken."""
+        out = Output()
+        self.rounds.after(tier, row, row.take_prompt(views), stamp, out, tick)
+        row.ready_since = self.clock()
+        if out.steps:
+            tick.deltas.append(out.delta(row))
+        if row.finished is not None:
+            self._settle(row, tick)
 
     def _admit(self, tick: Tick) -> None:
-        while self.waiting and len(self.rows) < self.max_rows:
-            row = self.admission.admit(*self.waiting[0], self.clock())
+        self._full = False
+        while self.waiting:
+            fits = len(self.rows) < self.max_rows
+            row = self.admission.admit(*self.waiting[0], self.clock()) if fits else None
             if row is None:
+                self._full = True
                 return
+            row.drafts_ahead = self.draft_ahead and Tier.LARGE in self.distant
+            row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()
             self.rows.append(row)
             out = Output()
@@ -177,47 +218,91 @@ class Engine:
             if row.finished is not None:
                 self._settle(row, tick)
 
-    def _break_off(self, row: Row, reason: FinishReason, error: str | None, tick: Tick) -> None:
+    def _break_off(
+        self,
+        row: Row,
+        reason: FinishReason,
+        error: str | None,
+        tick: Tick,
+        retry_after_s: float | None = None,
+    ) -> None:
         """End a row where it stands; one already finished just loses its last signals and labels."""
         if row.finished is None:
             out = Output()
             self.rounds.discard(row, row.drafts, tick)
-            end(row, reason, out, self.clock, error=error)
+            end(row, reason, out, self.clock, error=error, retry_after_s=retry_after_s)
             tick.deltas.append(out.delta(row))
         self._let_go(row, tick)
 
+    # ---- elsewhere
+
+    def _near(self) -> list[Row]:
+        """Rows that a tier here can take forward now."""
+        return [row for row in self.rows if row.looks_ahead or not row.flying]
+
+    def _send_off(self, tick: Tick) -> None:
+        """Every row that waits for a tier elsewhere is asked about there, whatever the others do."""
+        for row in [r for r in self.rows if not r.flying and r.tier in self.distant]:
+            name, start = row.tier, row.seen[row.tier]
+            num = row.num_unseen(name)
+            # Long arrears of labels are asked for bit by bit.
+            num -= max(0, row.num_wanted(name, num) - MOST_ASKED)
+            job = self._job(row, name, start, start + num)
+            row.tier = Tier.SMALL
+            try:
+                self.flights.send(self.distant[name], row, job, self.clock() - row.request.received)
+            except LargeFailed as fault:
+                self._fail(row, fault, tick)
+
+    def _land(self, landed: Landed, tick: Tick) -> None:
+        """A tier elsewhere has answered for one row, or has failed it."""
+        row, job, heard = landed.row, landed.job, landed.heard
+        if heard is None:
+            self._fail(row, landed.fault, tick)
+            return
+        row.tier = Tier.LARGE
+        row.seen[row.tier] = job.end
+        self._last_end = time.perf_counter()
+        stamp = self._record(tick, row.tier, [job], heard.ms, 0.0, adapted=row.load_cap == 0)
+        row.counts.large_passes += 1
+        if isinstance(self.load, Distance):
+            self.load.saw_call(heard.ms, len(job.asks))
+        views = [(ask.position, reading) for ask, reading in zip(job.asks, heard.readings, strict=True)]
+        self._hear(row.tier, row, views, stamp, tick)
+
+    def _fail(self, row: Row, fault: Exception | None, tick: Tick) -> None:
+        """No answer will come: the small model writes on where that is wanted, else the request fails."""
+        passes = isinstance(fault, LargeFailed) and fault.retry_after_s is not None
+        if passes and self.degrades and row.finished is None and row.request.policy.mode is Mode.ROUTED:
+            log.warning("large_model_unavailable", request_id=row.request.id, why=str(fault))
+            self.rounds.degrade(row, tick)
+            return
+        log.error("large_model_failed", request_id=row.request.id, why=str(fault))
+        wait_s = fault.retry_after_s if isinstance(fault, LargeFailed) else None
+        self._break_off(row, FinishReason.ERROR, f"the large model: {fault}", tick, wait_s)
+
     # ---- one pass
+
+    def _job(self, row: Row, tier: Tier, start: int, end: int) -> Job:
+        wanted = row.num_wanted(tier, end - start)
+        first = end - wanted + 1 - row.num_prompt
+        asks = [row.ask(tier, first + i) for i in range(wanted)]
+        return Job(row.request.id, row.request.choice, row.to_read(tier), start, end, asks, row.blocks)
 
     def _run(self, plan: Plan[Row], tick: Tick) -> tuple[list[list[View]], PassStamp]:
         jobs = []
         for row, num in zip(plan.rows, plan.num_tokens, strict=True):
             start = row.seen[plan.tier]
-            wanted = row.num_wanted(plan.tier, num)
-            first = start + num - wanted + 1 - row.num_prompt
-            asks = [row.ask(plan.tier, first + i) for i in range(wanted)]
-            request = row.request
-            jobs.append(Job(request.id, request.choice, row.sequence, start, start + num, asks, row.blocks))
+            jobs.append(self._job(row, plan.tier, start, start + num))
         readings, ms = self.tiers[plan.tier].score(jobs)
         views = [
             [(ask.position, reading) for ask, reading in zip(job.asks, said, strict=True)]
             for job, said in zip(jobs, readings, strict=True)
         ]
         ended = time.perf_counter()
-        self.num_passes += 1
-        now = self.clock()
-        tick.passed = PassRecord(
-            pass_id=self.num_passes,
-            tick=tick.number,
-            tier=plan.tier,
-            rows=len(plan.rows),
-            tokens=sum(plan.num_tokens),
-            context_tokens=sum(job.start for job in jobs),
-            ms=ms,
-            host_ms=(ended - self._last_end) * 1e3 - ms,
-            adapted=any(row.load_cap == 0 for row in plan.rows),
-            ts=now,
-        )
+        host_ms = (ended - self._last_end) * 1e3 - ms
         self._last_end = ended
+        stamp = self._record(tick, plan.tier, jobs, ms, host_ms, any(row.load_cap == 0 for row in plan.rows))
         for row in plan.rows:
             if plan.tier is Tier.SMALL:
                 row.counts.small_passes += 1
@@ -225,12 +310,33 @@ class Engine:
                 row.counts.large_passes += 1
             else:
                 row.counts.middle_passes = (row.counts.middle_passes or 0) + 1
-        return views, PassStamp(tick.number, self.num_passes, len(plan.rows), int(ms * 1e3), now)
+        return views, stamp
+
+    def _record(
+        self, tick: Tick, tier: Tier, jobs: list[Job], ms: float, host_ms: float, adapted: bool
+    ) -> PassStamp:
+        """Note a pass for the tape."""
+        self.num_passes += 1
+        now = self.clock()
+        tick.passed = PassRecord(
+            pass_id=self.num_passes,
+            tick=tick.number,
+            tier=tier,
+            rows=len(jobs),
+            tokens=sum(job.end - job.start for job in jobs),
+            context_tokens=sum(job.start for job in jobs),
+            ms=ms,
+            host_ms=host_ms,
+            adapted=adapted,
+            ts=now,
+        )
+        return PassStamp(tick.number, self.num_passes, len(jobs), int(ms * 1e3), now)
 
     # ---- endings
 
     def _settle(self, row: Row, tick: Tick) -> None:
         """Let an answered row go, unless its steps lack signals, or labels where it is audited."""
+        row.forget_ahead()
         if row.load_cap == 0:
             # While routing does not pay, neither does a small pass that only completes the tape.
             row.forgo_signals()
@@ -245,6 +351,9 @@ class Engine:
 
     def _let_go(self, row: Row, tick: Tick) -> None:
         self.rows.remove(row)
+        self.flights.drop(row)
+        row.forget_ahead()
+        self._full = False
         if self.answers is not None and row.request.policy.lookup:
             self.answers.add(row.request.scope, row.sequence[row.num_prompt :])
         self.admission.release(row)

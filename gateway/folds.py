@@ -51,6 +51,9 @@ class _Written:
 
     def compare(self, i: int) -> Iterable[Found]:
         rows = self.rows
+        if rows.draft_limit[i] < 0:
+            # The large model was given up, and with it the drafts that waited for it.
+            self.history.abandon()
         if rows.tier[i] is Tier.LOOKUP:
             return self._compare_lookup(i)
         proposal = rows.small_choice[i]

@@ -179,8 +179,7 @@ class Load:
         """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""
         self._best.clear()
         self._lookup_best.clear()
-        slower = ms / self.costs[tier](num_fed)
-        self.pace[tier] = PACE_EMA * self.pace[tier] + (1 - PACE_EMA) * min(slower, MOST_SLOWER)
+        self._keep_pace(tier, ms, num_fed)
         if self.off_ms > 0:
             self.off_ms -= ms
             if self.off_ms <= 0:
@@ -202,3 +201,7 @@ class Load:
             self._hold_ms = min(2 * self._hold_ms, LONGEST_HOLD_MS)
         elif self._since_off_ms >= LONGEST_HOLD_MS:
             self._hold_ms = FIRST_HOLD_MS
+
+    def _keep_pace(self, tier: Tier, ms: float, num_fed: int) -> None:
+        slower = ms / self.costs[tier](num_fed)
+        self.pace[tier] = PACE_EMA * self.pace[tier] + (1 - PACE_EMA) * min(slower, MOST_SLOWER)

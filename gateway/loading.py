@@ -17,7 +17,11 @@ from gateway.cache import BlockPool, num_blocks_for
 from gateway.config import Config, ConfigError
 from gateway.core import MIDDLES, Tier
 from gateway.costs import SIZES, costs_of
+from gateway.distance import Distance
 from gateway.engine import Engine
+from gateway.engines.connect import CANARY
+from gateway.engines.elsewhere import Elsewhere
+from gateway.engines.meet import meet
 from gateway.family import reason_for_fallback
 from gateway.int8_decoder import Int8Decoder
 from gateway.load import CostTable, Load
@@ -42,7 +46,10 @@ PAGE = 256
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Models in memory with their KV caches: what engines are made from, one at a time."""
+    """Models in memory with their KV caches: what engines are made from, one at a time.
+
+    elsewhere: the large model, where it runs on an engine that is not ours.
+    """
 
     models: dict[Tier, CausalLM]
     tokenizer: Tokenizer
@@ -50,9 +57,10 @@ class Loaded:
     block_size: int
     served: Served
     costs: dict[Tier, CostTable] | None
+    elsewhere: Elsewhere | None = None
 
     def tiers(self) -> dict[Tier, Scorer]:
-        """The models as tiers; a small one on a GPU drafts ahead."""
+        """The models here as tiers; a small one on a GPU drafts ahead."""
         tiers: dict[Tier, Scorer] = {**local_tiers(self.models)}
         small = self.models[Tier.SMALL]
         if isinstance(small.decoder, StaticDecoder):
@@ -71,8 +79,20 @@ class Loaded:
             scheduler,
             max_rows=max_rows,
             max_model_len=max_model_len,
+            distant={} if self.elsewhere is None else {Tier.LARGE: self.elsewhere},
             **options,
         )
+
+    def load(self) -> Load | None:
+        """What caps drafts, by the measured costs; None where they were not measured."""
+        if self.costs is None:
+            return None
+        return Load(self.costs) if self.elsewhere is None else Distance(self.costs)
+
+    def close(self) -> None:
+        """Let go of an engine elsewhere."""
+        if self.elsewhere is not None:
+            self.elsewhere.close()
 
 
 class EngineOptions(TypedDict, total=False):
@@ -81,11 +101,14 @@ class EngineOptions(TypedDict, total=False):
     load: Load | None
     answers: AnswerStore | None
     prefixes: PrefixCache | None
+    degrades: bool
+    draft_ahead: bool
 
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
-    loaded = load_pair(config, timed=_adapts(config))
+    load = load_pair if config.remote.engine is None else load_small
+    loaded = load(config, timed=_adapts(config))
     check_calibrated(config, loaded.served)
     check_probes(config, loaded.models[Tier.SMALL].hidden_size)
     engine = config.engine
@@ -94,7 +117,9 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
             engine.max_rows,
             engine.max_model_len,
-            load=None if loaded.costs is None else Load(loaded.costs),
+            load=loaded.load(),
+            degrades=config.remote.on_large_failure == "degrade",
+            draft_ahead=config.remote.draft_ahead,
             answers=_answers(config, loaded.tokenizer),
             prefixes=PrefixCache(engine.prefix_slots),
         ),
@@ -110,7 +135,7 @@ def load_pair(config: Config, *, timed: bool) -> Loaded:
     """Load the models, make their caches, time passes if `timed`; raises ConfigError naming the key."""
     check_device(config)
     pair = presets.resolve(config.models)
-    dtype = config.models.dtype or ("float32" if pair.name == "tiny" else "bfloat16")
+    dtype = _dtype(config)
     middles = dict(zip(MIDDLES, pair.middles, strict=False))
     folders = {Tier.SMALL: pair.small, **middles, Tier.LARGE: pair.large}
     lean = {tier: reason_for_fallback(read_config(folder)) is None for tier, folder in folders.items()}
@@ -128,6 +153,35 @@ def load_pair(config: Config, *, timed: bool) -> Loaded:
         middle_hashes=tuple(model_hash(folder) for folder in pair.middles),
     )
     return hold(config, models, Tokenizer.load(pair.large), served, timed=timed)
+
+
+def load_small(config: Config, *, timed: bool) -> Loaded:
+    """Load the small model, meet the engine that serves the large one; raises ConfigError naming the key."""
+    check_device(config)
+    folder, dtype = presets.resolve_small(config.models), _dtype(config)
+    lean = reason_for_fallback(read_config(folder)) is None
+    quantize = quantization(config, dtype, {Tier.SMALL: lean, Tier.LARGE: False})
+    tokenizer = Tokenizer.load(folder)
+    large, meeting = meet(config, tokenizer)
+    try:
+        small = _load(config, Tier.SMALL, folder, dtype, quantize[Tier.SMALL])
+        served = Served(
+            small_model=_name(config, folder),
+            large_model=f"{meeting.kind}/{meeting.model}",
+            small_hash=model_hash(folder),
+            large_hash=meeting.hash,
+            numerics=f"{config.models.device}/{dtype}/{quantize[Tier.SMALL]}+{meeting.kind}",
+            version=version("tokentape"),
+            router_hash=_router_hash(config),
+        )
+        return hold(config, {Tier.SMALL: small}, tokenizer, served, timed=timed, large=large)
+    except BaseException:
+        large.close()
+        raise
+
+
+def _dtype(config: Config) -> str:
+    return config.models.dtype or ("float32" if _is_tiny(config) else "bfloat16")
 
 
 def _load(config: Config, tier: Tier, folder: Path, dtype: str, quantize: Quantize) -> CausalLM:
@@ -156,6 +210,7 @@ def hold(
     served: Served,
     *,
     timed: bool,
+    large: Elsewhere | None = None,
 ) -> Loaded:
     """Models with their caches made; their passes timed if `timed`. Raises ConfigError naming the key."""
     engine = config.engine
@@ -187,7 +242,9 @@ def hold(
         longest = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
         blocks = tuple(range(-(-longest // block_size)))
         costs = costs_of(models, blocks, longest, identity, cache_dir())
-    return Loaded(dict(models), tokenizer, num_blocks, block_size, served, costs)
+        if large is not None:
+            costs[Tier.LARGE] = large.costs(tokenizer.encode(CANARY))
+    return Loaded(dict(models), tokenizer, num_blocks, block_size, served, costs, large)
 
 
 def check_pair(config: Config) -> None:

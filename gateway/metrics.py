@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from alerts.series import Key
 from gateway.core import FinishReason, Outcome, Reason, Step, Tick, Tier
 from gateway.request import Trace
+from gateway.tier import Distant
 
 # The `_created` series would double every counter for nothing that is asked here.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -39,17 +40,17 @@ class _Watched:
     last: float | None = None
 
 
-class _Dropped(Collector):
-    """Rows that the tape lost, by cause, read when scraped."""
+class _Counts(Collector):
+    """A counter by one label that somebody else keeps, read when scraped."""
 
-    def __init__(self, read: Callable[[], dict[str, int]]) -> None:
-        self._read = read
+    def __init__(self, name: str, text: str, label: str, read: Callable[[], dict[str, int]]) -> None:
+        self._name, self._text, self._label, self._read = f"tokentape:{name}", text, label, read
 
     def collect(self) -> list[CounterMetricFamily]:
         """The counts so far."""
-        family = CounterMetricFamily("tokentape:tape_dropped", "Rows the tape lost", labels=["cause"])
-        for cause, rows in self._read().items():
-            family.add_metric([cause], rows)
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label])
+        for value, count in self._read().items():
+            family.add_metric([value], count)
         return [family]
 
 
@@ -88,6 +89,7 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Verified draft runs")
         self._drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that stood")
+        self._degraded = counter("requests_degraded", "Choices that the small model wrote on alone")
         self._decisions = counter("routing_decisions", "The router's verdicts", ["arm", "action", "reason"])
         self._guards = counter("guard_hits", "Positions deferred by a guard", ["reason"])
         self._scores = Histogram(
@@ -113,10 +115,18 @@ class Metrics:
         self._gauge("num_requests_waiting", "Choices that wait for a slot").set_function(waiting)
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1").set_function(kv_usage)
 
+    def watch_large(self, large: Distant) -> None:
+        """A large model elsewhere: whether it is asked, and tries of calls by how they ended."""
+        up = self._gauge("large_available", "1 while calls to the large model go out")
+        up.set_function(lambda: large.available)
+        self.registry.register(
+            _Counts("large_calls", "Tries of calls to it", "outcome", lambda: large.outcomes)
+        )
+
     def watch_tape(self, depth: Callable[[], float], dropped: Callable[[], dict[str, int]]) -> None:
         """The tape's queue depth and its losses."""
         self._gauge("tape_queue_depth", "Rows handed over and not yet on disk").set_function(depth)
-        self.registry.register(_Dropped(dropped))
+        self.registry.register(_Counts("tape_dropped", "Rows the tape lost", "cause", dropped))
 
     def watch_share(self, last_sync: Callable[[], float]) -> None:
         """When a fleet's share was last in step with this gateway, Unix seconds; 0 before the first time."""
@@ -159,6 +169,7 @@ class Metrics:
             return
         counts, times = finished.counts, finished.timings
         self._ended.labels(finished_reason=finished.reason.value).inc()
+        self._degraded.inc(counts.degraded)
         self._drafts.inc(counts.num_drafts)
         self._drafted.inc(counts.num_draft_tokens)
         self._accepted.inc(counts.num_accepted_draft_tokens)

@@ -171,7 +171,8 @@ class State:
     draft_pos: tokens already waiting in this round. run_length: consecutive tokens before this one not
     written by the large model, waiting ones included. guard_value: how often the output already holds
     the n-gram that the proposal would complete. draft_limit: most tokens of this round; 0 under load, while
-    routing does not pay. large_used: tokens the large model has written.
+    routing does not pay; -1 while the large model cannot be had (degraded). large_used: tokens the large
+    model has written.
     probe_u: the uniform draw that decides whether this position is probed. fact_value: 1 where the proposal
     looks like part of a fact, 0 where not, None where that was not asked.
     """
@@ -219,11 +220,15 @@ def _over_budget(policy: Policy, state: State) -> bool:
     return policy.large_token_budget is not None and state.large_used >= policy.large_token_budget
 
 
+def _degraded(state: State) -> bool:
+    return state.draft_limit < 0
+
+
 def decide_early(policy: Policy, state: State) -> Decision | None:
     """The rules that need no proposal; None means: ask the small model."""
     if policy.mode is Mode.LARGE_ONLY:
         return Decision(Action.DEFER, Reason.MODE)
-    if policy.mode is Mode.SMALL_ONLY:
+    if policy.mode is Mode.SMALL_ONLY or _degraded(state):
         return None
     if state.idx < policy.protect_first:
         return Decision(Action.DEFER, Reason.PROTECTED_PREFIX)
@@ -240,7 +245,7 @@ def decide_early(policy: Policy, state: State) -> Decision | None:
 
 def decide_lookup(policy: Policy, state: State) -> Decision | None:
     """Whether a looked-up token may be drafted here; None means: it may not."""
-    if policy.mode is not Mode.ROUTED or not policy.lookup or _over_budget(policy, state):
+    if policy.mode is not Mode.ROUTED or not policy.lookup or _over_budget(policy, state) or _degraded(state):
         return None
     if decide_early(policy, state) is not None or _loops(policy, state):
         return None
@@ -248,12 +253,14 @@ def decide_lookup(policy: Policy, state: State) -> Decision | None:
 
 
 def decide(policy: Policy, state: State, signals: Signals) -> Decision:
-    """All rules in order: mode, protected prefix, budget, draft and run limits, guards, score."""
+    """All rules in order: mode, degraded, protected prefix, budget, draft and run limits, guards, score."""
     early = decide_early(policy, state)
     if early is not None:
         return early
     if policy.mode is Mode.SMALL_ONLY:
         return Decision(Action.KEEP, Reason.MODE)
+    if _degraded(state):
+        return Decision(Action.KEEP, Reason.DEGRADED)
     if _over_budget(policy, state):
         return Decision(Action.KEEP, Reason.BUDGET)
     if _loops(policy, state):
@@ -360,6 +367,11 @@ class History:
             self._push(large_token)
             self._written_run = 0
             self.large_used += 1
+
+    def abandon(self) -> None:
+        """Waiting drafts are given up unjudged."""
+        self._drop(self.num_drafts)
+        self._waiting = dict.fromkeys(self._waiting, 0)
 
     def shadow(self, decision: Decision, proposal: int, written: int) -> None:
         """Fold what routing would have done where the large model wrote `written` (mode `shadow`).

@@ -98,6 +98,24 @@ def _middle(name: str, pair: Pair) -> Path:
     return _local("models.middle", name)
 
 
+def resolve_small(models: ModelsConfig) -> Path:
+    """The small model's folder alone, where the large one runs elsewhere; raises ModelsError."""
+    if models.small is not None:
+        folder = _local("models.small", models.small)
+    else:
+        name = models.preset or DEFAULT
+        known = presets()
+        if name not in known:
+            folder = pull(name).small
+        else:
+            try:
+                folder = _converted(known[name].small, cache_dir())
+            except OSError as error:
+                raise ModelsError(f"model cache {cache_dir()}: {error.strerror or error}") from error
+    check_servable(folder)
+    return folder
+
+
 def pull(preset: str) -> Pair:
     """Fetch, check, convert and cache a preset; at once if that is done already."""
     cache = cache_dir()

@@ -19,7 +19,10 @@ from gateway.policy import Decision, decide, decide_lookup
 from gateway.review import review
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading
-from gateway.steps import large_step, new_step, proposal_step, recovered_step
+from gateway.steps import large_step, new_step, proposal_step, recovered_step, small_view
+
+UNVERIFIED = frozenset({Reason.BUDGET, Reason.DEGRADED})
+"""Rules that let the small model's token stand although the policy verifies."""
 
 View = tuple[int, Reading]
 """An output position and what a model says there."""
@@ -78,6 +81,15 @@ class Rounds:
         else:
             self._after_middle(tier, row, [reading for _, reading in views], stamp, out, tick)
 
+    def degrade(self, row: Row, tick: Tick) -> None:
+        """The large model cannot be had: what waits for it is given up, the small model writes on."""
+        self.discard(row, row.drafts, tick)
+        row.history.abandon()
+        row.drop_drafts(0)
+        row.read_again()
+        row.degraded = row.counts.degraded = True
+        self._route(row, tick)
+
     def discard(self, row: Row, drafts: list[Proposal], tick: Tick) -> None:
         """Record what was proposed behind the last position that counts, the deferred proposal included."""
         late = [*drafts, row.deferred] if row.deferred is not None else drafts
@@ -99,6 +111,8 @@ class Rounds:
     def _look_up(self, row: Row, index: NgramIndex, tick: Tick) -> bool:
         """Draft what followed the last tokens before, while the rules allow it; whether there was any."""
         policy, history = row.request.policy, row.history
+        if row.degraded:
+            return False
         most = min(policy.draft_length, row.room(Tier.SMALL) - 1)
         if self.load is not None:
             most = min(most, self.load.lookup_cap(self.num_decoding))
@@ -114,6 +128,8 @@ class Rounds:
             decision = decide_lookup(policy, state)
             if decision is None or not row.permits(token):
                 break
+            if row.ahead:
+                row.read_again()
             seen, no = row.seen, row.number()
             row.drafts.append(
                 Proposal(
@@ -135,6 +151,9 @@ class Rounds:
                 tick.restated.append(signal(row, seq, reading))
             elif row.finished is not None:
                 continue
+            elif row.flying:
+                if position == len(row.history.tokens) + len(row.ahead):
+                    row.ahead.append((reading, stamp))
             elif position == len(row.history.tokens):
                 self._propose(row, reading, stamp, out, tick)
             elif position >= row.history.num_written:
@@ -167,6 +186,8 @@ class Rounds:
             self.load.saw_proposal(decision.action is Action.KEEP)
         if decision.action is Action.KEEP:
             row.append(proposal.token)
+        elif row.drafts_ahead and not row.ahead:
+            row.ahead.append((reading, stamp))
         self._go_on(Tier.SMALL, row, proposal, decision, out, tick)
         if row.finished is None and decision.action is Action.KEEP:
             self._route(row, tick)
@@ -183,7 +204,7 @@ class Rounds:
                 tick.steps.append(proposal_step(row, proposal, Outcome.DISCARDED, None))
             else:
                 row.deferred = proposal
-        elif row.request.policy.verified and decision.reason is not Reason.BUDGET:
+        elif row.request.policy.verified and decision.reason not in UNVERIFIED:
             row.drafts.append(proposal)
             row.history.draft(proposal.token, tier)
         else:
@@ -267,6 +288,11 @@ class Rounds:
             step = recovered_step(row, drafts[num], large, stamp)
         else:
             step = large_step(row, large, stamp)
+            if step.signals is None and row.ahead:
+                small = row.ahead[0][0]
+                agrees = small.token == large.token
+                step = replace(step, **small_view(small.token, small.signals, small.topk))
+                step = replace(step, audit_agrees=agrees, audit_source="verify")
         row.history.resolve(num, large.token)
         row.drop_drafts(num)
         row.append(large.token)
@@ -276,6 +302,8 @@ class Rounds:
         row.round += 1
         if row.finished is None:
             self._route(row, tick)
+        while row.finished is None and row.tier is Tier.SMALL and row.ahead:
+            self._propose(row, *row.ahead[0], out, tick)
 
     def _write(self, row: Row, step: Step, out: Output, tick: Tick) -> None:
         write(row, step, out, tick, self.clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from gateway.core import (
 )
 from gateway.facts import LOOK_BACK, looks_like_fact
 from gateway.lookup import NgramIndex
-from gateway.policy import Decision, History, Policy, State, decide_early
+from gateway.policy import Decision, History, Policy, State, decide_early, score
 from gateway.request import Request
 from gateway.sampling import Ask, Constraint, Reading, uniform
 from gateway.text import TextStream, Tokenizer
@@ -90,6 +91,10 @@ class Row:
     num_decisions: decisions numbered so far. open: written steps that still lack something, by seq;
     unsignalled, unlabelled: output position -> seq of those that lack the small model's signals, the large
     model's view. masks: output position -> what the grammar allowed there, while a model may still be asked.
+    flying: its verification is under way elsewhere. drafts_ahead: the small model goes on meanwhile. ahead:
+    what it says at the positions after the drafts, each read behind its own top token; good as long as the
+    text comes out that way. greedy_drafts: the small model proposes its top token, since a large model
+    elsewhere does not share its noise. degraded: the large model could not be had, the small one writes on.
     load_cap: most drafts that pay now. lookup_full: the drafts that wait for the small model's neighbour were
     looked up and are verified before more is drafted. shadowed: what routing would have done so far (mode
     `shadow`). A finished row stays until its last signals, and labels where it is audited, are in.
@@ -125,6 +130,11 @@ class Row:
     seq: int = 0
     round: int = 0
     finished: Finished | None = None
+    flying: bool = False
+    drafts_ahead: bool = False
+    ahead: deque[tuple[Reading, PassStamp]] = field(default_factory=deque)
+    greedy_drafts: bool = False
+    degraded: bool = False
     prompt_read: list[PromptToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,6 +182,8 @@ class Row:
     def draft_limit(self, tier: Tier) -> int:
         """Most drafts of a tier in a round: the next one always gives one token more, so the last is its."""
         policy = self.policies[tier]
+        if self.degraded:
+            return -1
         if self.lookup_full and tier is Tier.SMALL:
             return self.history.num_waiting(tier)
         limit = policy.draft_length if self.load_cap is None else min(policy.draft_length, self.load_cap)
@@ -223,13 +235,54 @@ class Row:
 
     def append(self, token: int) -> None:
         """A token was drafted or written: it joins the sequence and moves the grammar along."""
+        if self.ahead and self.ahead.popleft()[0].token != token:
+            self.forget_ahead()
         self.sequence.append(token)
         if self.constraint is not None:
             self.constraint.advance(token)
 
     def num_unseen(self, tier: Tier) -> int:
         """Tokens of the sequence that the tier's cache lacks."""
-        return len(self.sequence) - self.seen[tier]
+        return len(self.to_read(tier)) - self.seen[tier]
+
+    def to_read(self, tier: Tier) -> list[int]:
+        """All that the tier is to read: the sequence, and for the small model the tokens it guessed ahead."""
+        if tier is not Tier.SMALL or not self.ahead:
+            return self.sequence
+        return [*self.sequence, *(reading.token for reading, _ in self.ahead)]
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the small model should read on while the row's verification is under way: as far as the
+        round after this one can go, unless that would end earlier as it looks now."""
+        policy = self.request.policy
+        if not self.flying or policy.mode is not Mode.ROUTED or self.finished is not None:
+            return False
+        if not self.drafts_ahead or self.load_cap == 0 or self.lookup_full:
+            # What was looked up the small model reads once it stands: then its signals are wanted.
+            return False
+        num, limit = len(self.ahead), self.draft_limit(Tier.SMALL)
+        if num > limit or len(self.history.tokens) + num >= self.most_tokens:
+            return False
+        if not num:
+            return True
+        reading, sampling = self.ahead[-1][0], self.request.sampling
+        ends = set() if sampling.ignore_eos else self.tokenizer.eos_ids
+        if reading.token in ends or reading.token in sampling.stop_token_ids:
+            return False
+        # The first is the large model's position anyway.
+        state = self.history.state(None, limit)
+        return num == 1 or score(policy, state, reading.signals) >= policy.threshold
+
+    def read_again(self) -> None:
+        """What the small model says next is asked for anew: its readings ahead are not those wanted."""
+        self.ahead.clear()
+        self.seen[Tier.SMALL] = min(self.seen[Tier.SMALL], len(self.sequence) - 1)
+
+    def forget_ahead(self) -> None:
+        """The text comes out otherwise than guessed: the small model has read no more than the sequence."""
+        self.ahead.clear()
+        self.seen[Tier.SMALL] = min(self.seen[Tier.SMALL], len(self.sequence))
 
     def num_together(self, tier: Tier) -> int:
         """Last tokens that must be fed in one pass: drafts are verified at once."""
@@ -319,7 +372,8 @@ class Row:
         if tier is Tier.LARGE:
             return history.num_written
         below = self.levels[: self.levels.index(tier)]
-        return len(history.tokens) - sum(history.num_waiting(t) for t in below)
+        ahead = len(self.ahead) if tier is Tier.SMALL else 0
+        return len(history.tokens) + ahead - sum(history.num_waiting(t) for t in below)
 
     def _lacking(self, tier: Tier) -> int:
         """The first output position that still lacks what the tier says there; the next one if none does."""
@@ -353,13 +407,15 @@ class Row:
             banned = tuple(sorted(ends))
         small, policy = tier is Tier.SMALL, self.request.policy
         penalty = policy.small_repetition_penalty if small else 1.0
+        if small and self.greedy_drafts and not self.degraded:
+            sampling = replace(sampling, temperature=0.0)
         shaped = sampling.shapes_logits or penalty != 1.0
         return Ask(
             sampling=sampling,
             choice=self.noise_choice,
             position=position,
             prompt=self.request.prompt_ids,
-            output=self.sequence[self.num_prompt : idx] if shaped else (),
+            output=self.to_read(tier)[self.num_prompt : idx] if shaped else (),
             num_topk=self.request.num_topk,
             draft=self.sequence[idx] if tier is not Tier.SMALL and idx < len(self.sequence) else None,
             small_penalty=penalty,
@@ -387,9 +443,11 @@ class Row:
         if self.constraint is not None:
             self.constraint.rollback(len(self.sequence) - end)
             self.masks = {p: mask for p, mask in self.masks.items() if p <= end - self.num_prompt}
+        if end < len(self.sequence):
+            self.forget_ahead()
         del self.sequence[end:]
         for tier in self.seen:
-            self.seen[tier] = min(self.seen[tier], end)
+            self.seen[tier] = min(self.seen[tier], end + len(self.ahead))
 
 
 @dataclass(slots=True)

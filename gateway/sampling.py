@@ -71,7 +71,7 @@ class Reading:
     tokens, and of the draft asked about: p_draft = A(draft), allowed = p(draft) > 0."""
 
     token: int
-    p_token: float
+    p_token: float | None
     signals: Signals
     topk: TopK
     p_draft: float | None = None

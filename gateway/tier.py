@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -71,4 +72,48 @@ class Scorer(Protocol):
 
         A tier that keeps no blocks here does nothing.
         """
+        ...
+
+
+class Heard(NamedTuple):
+    """What a tier elsewhere said of one job, a reading an ask; ms: from asking to hearing, tries included."""
+
+    readings: list[Reading]
+    ms: float
+
+
+class LargeFailed(Exception):
+    """A tier elsewhere gave no answer. retry_after_s: when trying again may help; None: it will not."""
+
+    def __init__(self, why: str, retry_after_s: float | None) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class Distant(Protocol):
+    """What serves a tier that runs elsewhere: every row's job goes out on its own and comes back later.
+
+    It keeps whatever it has read where it runs; so a job may start anywhere.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def send(self, job: Job, age_s: float, headers: Mapping[str, str]) -> Future[Heard]:
+        """Ask; the job must have asks. age_s: how long its request has been with us. headers: its trace
+        context. Fails with LargeFailed. Cancelling the Future drops the call."""
+        ...
+
+    @property
+    def available(self) -> bool:
+        """Whether calls go out."""
+        ...
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Tries of calls so far, by how they ended."""
+        ...
+
+    def close(self) -> None:
+        """Drop all calls; nothing is sent any more."""
         ...

@@ -97,6 +97,7 @@ class CompletionRequest(DecodingRequest, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
 
 

@@ -18,6 +18,7 @@ from gateway.core import AuditStatus, Counts, Delta, Finished, FinishReason, Set
 from gateway.engine import Engine
 from gateway.request import Request, Served, Trace
 from gateway.text import Tokenizer
+from gateway.tier import Distant
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +67,7 @@ class Worker:
         self._cancelled: set[str] = set()
         self._jobs: dict[Key, _Job] = {}
         self._stopping = False
+        engine.flights.wake = self._awake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -103,6 +105,11 @@ class Worker:
         """Share of KV blocks that rows hold, 0..1; what is kept only for its prefix is given up on demand."""
         pool = self.engine.pool
         return 1 - (pool.num_free + self.engine.prefixes.num_blocks) / pool.num_blocks
+
+    @property
+    def distant(self) -> list[Distant]:
+        """Tiers that run elsewhere."""
+        return list(self.engine.distant.values())
 
     def start(self) -> None:
         """Start the thread."""
@@ -170,7 +177,7 @@ class Worker:
             self.engine.add(job.request)
         for request_id in cancelled:
             self._publish(self.engine.cancel(request_id))
-        if not self.engine.idle:
+        if self.engine.runnable:
             self._publish(self.engine.tick())
         return True
 
@@ -180,7 +187,12 @@ class Worker:
         self._settle(tick.settled)
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._cancelled or self._stopping or not self.engine.idle)
+        ends = self._stopping and not self._jobs
+        return bool(self._inbox or self._cancelled or ends or self.engine.runnable)
+
+    def _awake(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
 
     def _die(self, error: str) -> None:
         with self._wake:

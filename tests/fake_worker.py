@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.core import (
     Action,
@@ -65,6 +66,7 @@ class FakeWorker:
         self.capacity = 1000
         self.ready = True
         self.kv_usage = 0.0
+        self.distant: list[Any] = []
         self.num_waiting = 0
         self.jobs: dict[tuple[str, int], Job] = {}
         self.cancelled: list[str] = []

@@ -185,7 +185,7 @@ def test_drift_rule_reads_the_evidence() -> None:
 
 
 def test_built_in_rules() -> None:
-    dropping, saturated = built_in_rules(queue_limit=100)
+    dropping, saturated, unavailable, degraded = built_in_rules(queue_limit=100)
     assert dropping.config.name in BUILT_IN
     assert saturated.config.name in BUILT_IN
     drops: Key = ("tokentape:tape_dropped_total", (("cause", "queue_full"),))
@@ -197,6 +197,13 @@ def test_built_in_rules() -> None:
     found = saturated.look(series(num_requests_waiting=90), 36.0)
     assert found is not None
     assert found.for_s == 30
+    # A gateway whose large model is its own has no such series.
+    assert unavailable.look({}, 0.0) is None
+    assert unavailable.look(series(large_available=1), 1.0) is None
+    assert unavailable.look(series(large_available=0), 12.0) is not None
+    assert degraded.look(series(requests_degraded_total=0), 0.0) is None
+    assert degraded.look(series(requests_degraded_total=1), 1.0) is not None
+    assert {unavailable.config.name, degraded.config.name} <= set(BUILT_IN)
 
 
 # --- liveness ---

@@ -50,17 +50,19 @@ class LogprobsWriter:
     """One choice's logprobs, token by token, from the steps that wrote it.
 
     Logprobs are those of A at temperature 1: of the strongest model that has seen the token. Offsets count
-    characters of the text before the token's first byte.
+    characters of the text before the token's first byte. as_ids: tokens are named
+    `token_id:65`, which tells those apart that share a text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, num_top: int, skip_special_tokens: bool, offset: int = 0
+        self, tokenizer: Tokenizer, num_top: int, skip_special_tokens: bool, as_ids: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._num_top = num_top
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._offset = offset
+        self._offset = 0
 
     def completion(
         self, steps: Iterable[Step], first: int | None = None, prompt: Iterable[PromptToken] = ()
@@ -110,6 +112,8 @@ class LogprobsWriter:
         return ChatLogprobs(content=content)
 
     def _name(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
         return token_name(self._tokenizer.token_bytes(token_id))
 
 

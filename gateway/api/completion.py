@@ -31,7 +31,8 @@ class CompletionForm(Answer):
             tokenizer.decode(request.prompt_ids, skip_special_tokens=skip) if body.echo else ""
             for request in requests
         ]
-        self._logprobs = [LogprobsWriter(tokenizer, body.logprobs or 0, skip) for _ in requests]
+        as_ids = body.return_tokens_as_token_ids is True
+        self._logprobs = [LogprobsWriter(tokenizer, body.logprobs or 0, skip, as_ids) for _ in requests]
         self._opened: set[int] = set()
 
     def add(self, delta: Delta) -> None:

@@ -15,7 +15,7 @@ from litestar.params import FromPath
 from gateway import diff as diffs
 from gateway.access import Scope
 from gateway.api.bodies import read_body, read_query
-from gateway.api.errors import ApiError
+from gateway.api.errors import ApiError, unavailable
 from gateway.api.forks import fork_request
 from gateway.api.guard import caller
 from gateway.api.inference import context_of
@@ -95,6 +95,8 @@ async def post_fork(request: HttpRequest, trace_id: FromPath[str]) -> Response[b
     except Cancelled:
         raise ApiError(503, "The gateway ended this fork: it is shutting down", code="aborted") from None
     except Failed as error:
+        if error.retry_after_s is not None:
+            raise unavailable(error.retry_after_s) from None
         raise ApiError(500, f"The engine failed on this fork: {error}", code="engine_error") from None
     finally:
         service.end(live, key, num_tokens)

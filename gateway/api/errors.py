@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,16 @@ def envelope(status: int, message: str, param: str | None = None, code: str | No
     """The error body for a status; its type is OpenAI's for that status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return ErrorResponse(ErrorBody(message=message, type=kind, param=param, code=code))
+
+
+def unavailable(wait_s: float) -> ApiError:
+    """503: the large model cannot be had, for wait_s seconds at least."""
+    return ApiError(
+        503,
+        "The large model cannot be reached",
+        code="large_model_unavailable",
+        headers={"retry-after": str(max(1, math.ceil(wait_s)))},
+    )
 
 
 def error_response(error: ApiError) -> Response[bytes]:

@@ -15,7 +15,7 @@ from gateway.access import Scope
 from gateway.api.bodies import read_body
 from gateway.api.chat import ChatForm
 from gateway.api.completion import CompletionForm
-from gateway.api.errors import ApiError, as_api_error
+from gateway.api.errors import ApiError, as_api_error, unavailable
 from gateway.api.form import Form
 from gateway.api.guard import caller
 from gateway.api.live import Cancelled, Failed, Live, TooLate
@@ -211,4 +211,6 @@ def _ended_early(error: Failed | Cancelled | TooLate, service: Service) -> ApiEr
             code="aborted",
             headers={"retry-after": "5"},
         )
+    if error.retry_after_s is not None:
+        return unavailable(error.retry_after_s)
     return ApiError(500, f"The engine failed on this request: {error}", code="engine_error")

@@ -38,7 +38,11 @@ class Engine(Protocol):
 
 
 class Failed(Exception):
-    """The engine gave up on a choice; the message says why."""
+    """The engine gave up on a choice; the message says why, retry_after_s when trying again may help."""
+
+    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
 
 
 class Cancelled(Exception):
@@ -105,7 +109,8 @@ class Live:
                 self._open.discard(delta.choice)
                 self.ended.append(delta.finished)
                 if delta.finished.reason is FinishReason.ERROR:
-                    raise Failed(delta.finished.error or "the engine failed on this request")
+                    why = delta.finished.error or "the engine failed on this request"
+                    raise Failed(why, delta.finished.retry_after_s)
                 if delta.finished.reason is FinishReason.ABORT:
                     raise Cancelled("the request was aborted")
             yield delta

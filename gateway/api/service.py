@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,10 +19,12 @@ from gateway.api.live import Engine, Live
 from gateway.api.plan import Arm, Limits
 from gateway.config import Config
 from gateway.core import Finished
+from gateway.engines.refusals import refusal
 from gateway.grammar import Grammars
 from gateway.metrics import Metrics
 from gateway.policy import Policy
 from gateway.request import Request
+from gateway.wire import BodyError
 from gateway.worker import QueueFull
 from logs.recorder import Recorder
 
@@ -134,6 +136,8 @@ class Service:
         """Submit a key's request; ApiError 429 with Retry-After when there is no room, 409 for a taken id."""
         if live.id in self.running:
             raise clash(live.id)
+        if self.config.remote.engine is not None:
+            check_elsewhere(live.requests)
         engine = self.engine_or_503()
         wait_s = self.pace.expected_wait_s(engine.num_waiting, engine.num_running)
         if wait_s > self.config.server.max_wait_s:
@@ -172,6 +176,17 @@ class Service:
     def forget_ended(self) -> None:
         """Leave the clash of ids to the tape alone, as after a restart."""
         self._ended.clear()
+
+
+def check_elsewhere(requests: Iterable[Request]) -> None:
+    """BodyError, naming the field, where a large model on an engine elsewhere cannot serve a request."""
+    for request in requests:
+        refused = refusal(request)
+        if refused is not None:
+            field, why = refused
+            raise BodyError(
+                f"{field}: the large model runs on an engine elsewhere; {why}", field, "unsupported_value"
+            )
 
 
 def clash(request_id: str) -> ApiError:
