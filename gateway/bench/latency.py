@@ -178,8 +178,11 @@ def _delayed(url: str, delay_s: float) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(_end(asyncio.all_tasks(loop)))
         loop.close()
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
