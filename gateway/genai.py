@@ -41,9 +41,9 @@ class Answered:
     ended: tuple[Finished, ...]
     at: float
 
-    def total(self, of: Callable[[Counts], int]) -> int:
-        """A count over all choices."""
-        return sum(of(finished.counts) for finished in self.ended)
+    def total(self, of: Callable[[Counts], int | None]) -> int:
+        """A count over all choices; one that a choice does not have is 0."""
+        return sum(of(finished.counts) or 0 for finished in self.ended)
 
     @property
     def error(self) -> str | None:
@@ -92,6 +92,14 @@ AT_START: Mapping[str, Callable[[Asked], Value]] = {
 }
 """Span attributes known when a request is handed to the engine."""
 
+WRITTEN_BY: Mapping[str, Callable[[Counts], int | None]] = {
+    "small": lambda counts: counts.small_tokens,
+    "middle": lambda counts: counts.middle_tokens,
+    "large": lambda counts: counts.large_tokens,
+    "lookup": lambda counts: counts.lookup_tokens,
+}
+"""Output tokens by who wrote them; every middle tier counts as `middle`."""
+
 AT_END: Mapping[str, Callable[[Answered], Value]] = {
     "gen_ai.response.model": lambda a: a.asked.first.model or None,
     "gen_ai.response.finish_reasons": lambda a: [f.reason.value for f in a.ended],
@@ -99,9 +107,10 @@ AT_END: Mapping[str, Callable[[Answered], Value]] = {
     "gen_ai.usage.input_tokens": lambda a: len(a.asked.first.prompt_ids),
     "gen_ai.usage.output_tokens": lambda a: a.total(lambda c: c.completion_tokens),
     "error.type": lambda a: a.error,
-    "tokentape.small_tokens": lambda a: a.total(lambda c: c.small_tokens),
-    "tokentape.large_tokens": lambda a: a.total(lambda c: c.large_tokens),
-    "tokentape.lookup_tokens": lambda a: a.total(lambda c: c.lookup_tokens),
+    "tokentape.small_tokens": lambda a: a.total(WRITTEN_BY["small"]),
+    "tokentape.middle_tokens": lambda a: a.total(WRITTEN_BY["middle"]),
+    "tokentape.large_tokens": lambda a: a.total(WRITTEN_BY["large"]),
+    "tokentape.lookup_tokens": lambda a: a.total(WRITTEN_BY["lookup"]),
     "tokentape.draft_tokens": lambda a: a.total(lambda c: c.num_draft_tokens),
     "tokentape.accepted_draft_tokens": lambda a: a.total(lambda c: c.num_accepted_draft_tokens),
     "tokentape.guard_hits": lambda a: a.total(lambda c: c.guard_hits),

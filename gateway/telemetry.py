@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from operator import attrgetter
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -28,7 +27,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from gateway import genai
 from gateway.config import OtelConfig
-from gateway.core import Finished, Tick, Tier
+from gateway.core import Finished, Tick
 from gateway.genai import Answered, Asked, attributes
 from gateway.request import Request, Trace
 from gateway.trace_context import TraceContext
@@ -102,9 +101,8 @@ class Telemetry:
             value = read(answered)
             if value is not None:
                 self._histograms[name].record(value, labels)
-        for tier in Tier:
-            written = answered.total(attrgetter(f"{tier}_tokens"))
-            self._tokens.add(written, {**labels, "tokentape.tier": str(tier)})
+        for tier, of in genai.WRITTEN_BY.items():
+            self._tokens.add(answered.total(of), {**labels, "tokentape.tier": tier})
 
     # --- the engine's side: never waits ---
 

@@ -189,6 +189,9 @@ def test_the_int8_decoder_is_near_the_family_it_was_taken_from(family: str) -> N
 def test_the_hidden_state_is_what_transformers_last_layer_says(pair: Pair) -> None:
     pair.check([(0, 0, 20, 1)])
     got = pair.ours.forward([pair.feed(0, 20, 24, 2), pair.feed(1, 0, 9, 1)]).hidden
+    if isinstance(pair.ours.decoder, HFDecoder):
+        assert (got, pair.ours.hidden_size) == (None, 0)
+        return
     want = torch.cat([pair.hidden[0, 22:24], pair.hidden[1, 8:9]])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert pair.ours.hidden_size == want.shape[1]
