@@ -57,6 +57,7 @@ class Canaries:
         self.current: Rollout | None = None
         self.worst: list[tuple[float, str]] = []
         self._canary: Policy | None = None
+        self._led = False
         self._ended: dict[str, dict[str, Any]] = {}
         self._scorable: dict[str, str] = {}
         self._scored: set[tuple[str, str]] = set()
@@ -67,7 +68,8 @@ class Canaries:
         return self.orders.stable
 
     def follow(self, orders: Orders) -> None:
-        """Do as another gateway says."""
+        """Do as another gateway says, from here on; a rollout of one's own gives no orders any more."""
+        self._led = True
         self.orders = orders
 
     # --- requests ---
@@ -167,6 +169,8 @@ class Canaries:
         return rollout.history[before:]
 
     def _refresh(self, promoted: Policy | None = None) -> None:
+        if self._led:
+            return
         rollout, canary, split = self.current, self._canary, None
         if rollout is not None and canary is not None and rollout.active:
             audited = replace(canary, audit_rate=rollout.plan.audit_rate)

@@ -12,9 +12,11 @@ import httpx
 import msgspec
 import pytest
 
+from alerts.canaries import Canaries
 from alerts.follow import MOST_BYTES, Control, ControlAway, Follower
 from alerts.orders import BadOrders, Orders, Split
-from alerts.rollout import arm_of
+from alerts.plan import Plan
+from alerts.rollout import Limits, arm_of
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
 from gateway.router import FEATURES, Router
@@ -109,6 +111,18 @@ def test_a_restart_goes_on_with_the_last_orders_while_they_hold(house: House) ->
     assert house.applied == [Orders("a", STABLE)]
 
 
+def test_a_state_loaded_after_the_orders_does_not_undo_them(house: House) -> None:
+    """A restart hears the last orders first, then loads its own rollouts, of which it may have one."""
+    house.follower.poll()
+    ruled = Canaries(Policy(), Limits(), gated=False)
+    ruled.start(Plan("own", {}, "pepper"), CANARY, 0.0)
+    for state in (Canaries(Policy(), Limits(), gated=False).to_dict(), ruled.to_dict()):
+        again = Canaries(Policy(), Limits(), gated=False)
+        again.follow(house.applied[0])
+        again.load(msgspec.json.decode(msgspec.json.encode(state)))
+        assert again.orders == ORDERS
+
+
 def test_a_clock_set_back_makes_no_old_orders_young(house: House) -> None:
     house.follower.poll()
     house.clock.now -= 500
@@ -200,9 +214,6 @@ def test_an_end_does_not_wait_for_an_answer_that_is_held_back(tmp_path: Path) ->
 
 
 def test_a_sticky_user_has_one_arm_on_all() -> None:
-    from alerts.canaries import Canaries
-    from alerts.plan import Plan
-    from alerts.rollout import Limits
 
     control = Canaries(STABLE, Limits(), gated=False, control="a")
     plan = Plan(name="looser", canary={}, salt="s1", steps=(0.3,))
