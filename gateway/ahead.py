@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.layout import Feed
-from gateway.local import Local, Model
+from gateway.local import Local, Model, feeds_of
 from gateway.sampling import Reading, read
 from gateway.static_decoder import Drafts
 from gateway.tier import Job, Scored
@@ -65,7 +65,7 @@ class Ahead:
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
         """Copy keys and values from one row's blocks to another's."""
-        self.model.copy_prefix(source, target, length)
+        self.local.copy_prefix(source, target, length)
 
     def _recall(self, job: Job) -> Reading | None:
         """What was drafted for exactly this job, which then is no longer remembered."""
@@ -83,7 +83,7 @@ class Ahead:
     def _read(self, jobs: Sequence[Job]) -> Scored:
         if not all(map(_plain, jobs)):
             return self.local.score(jobs)
-        feeds = [Feed(job.blocks, job.start, job.tokens, len(job.asks)) for job in jobs]
+        feeds = feeds_of(jobs)
         began = time.perf_counter()
         drafts = self.model.draft(feeds, self.steps, self.vocab_size)
         if drafts is None:

@@ -36,7 +36,7 @@ class Local:
 
     def score(self, jobs: Sequence[Job]) -> Scored:
         """One forward over all jobs; ms is the forward's."""
-        feeds = [Feed(job.blocks, job.start, job.tokens, len(job.asks)) for job in jobs]
+        feeds = feeds_of(jobs)
         began = time.perf_counter()
         logits, attn_entropy, hidden = self.model.forward(feeds)
         ms = (time.perf_counter() - began) * 1e3
@@ -48,6 +48,11 @@ class Local:
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:
         """Copy keys and values from one row's blocks to another's."""
         self.model.copy_prefix(source, target, length)
+
+
+def feeds_of(jobs: Sequence[Job]) -> list[Feed]:
+    """The jobs as a model of this process is fed them."""
+    return [Feed(job.blocks, job.start, job.tokens, len(job.asks)) for job in jobs]
 
 
 def local_tiers(models: Mapping[Tier, Model]) -> dict[Tier, Local]:

@@ -290,9 +290,12 @@ class Rounds:
             step = large_step(row, large, stamp)
             if step.signals is None and row.ahead:
                 small = row.ahead[0][0]
-                agrees = small.token == large.token
-                step = replace(step, **small_view(small.token, small.signals, small.topk))
-                step = replace(step, audit_agrees=agrees, audit_source="verify")
+                step = replace(
+                    step,
+                    **small_view(small.token, small.signals, small.topk),
+                    audit_agrees=small.token == large.token,
+                    audit_source="verify",
+                )
         row.history.resolve(num, large.token)
         row.drop_drafts(num)
         row.append(large.token)

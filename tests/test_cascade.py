@@ -12,7 +12,7 @@ import pytest
 from fakes import Answer, Logits, ask_for, decode, decode_one, fake_engine, near, noise_logits, with_policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import MIXED, SAMPLINGS, Alternating, best, greedy, mixed_requests, softmax
+from test_engine import MIXED, SAMPLINGS, assert_a_grammar_binds, best, greedy, mixed_requests, softmax
 
 from gateway.core import MIDDLES, Accept, Action, Mode, Outcome, Reason, Step, Tier, Verdict
 from gateway.engine import Engine
@@ -247,17 +247,7 @@ def answer_prompt(answer: Answer) -> tuple[int, ...]:
 def test_a_grammar_binds_every_tier_and_rolls_back_with_the_drafts(
     policy: Policy, temperature: float
 ) -> None:
-    matchers: list[Alternating] = []
-
-    def matcher() -> Alternating:
-        matchers.append(Alternating())
-        return matchers[-1]
-
-    request = ask_for(policy=policy, max_tokens=40, temperature=temperature)
-    request = replace(request, constraint=matcher, audited=True)
-    got = decode_one(engine(), request)
-    assert [t % 2 for t in got.tokens] == [i % 2 for i in range(40)]
-    assert matchers[0].tokens == got.tokens
+    assert_a_grammar_binds(engine, policy, temperature)
 
 
 @pytest.mark.parametrize("mode", [Mode.LARGE_ONLY, Mode.SHADOW])
