@@ -22,8 +22,8 @@ struct Linear {
   int64_t n = 0, k = 0, groups = 0;
 };
 
-// Activations quantized per row and group. q: [rows, groups * 128]; scale, sum: [groups, padded],
-// sum = -128 * (sum of q), which takes the weights' offset out of the dot product again.
+// Activations quantized per row and group. q: [groups, padded, 128], so that the rows of a group lie together;
+// scale, sum: [groups, padded], sum = -128 * (sum of q), which takes the weights' offset out of the product again.
 struct Activations {
   int8_t* q;
   float* scale;

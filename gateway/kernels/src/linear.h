@@ -52,8 +52,7 @@ INLINE void dot4(v16i& acc, __m512i w, __m512i x) {
 
 // One group of two blocks for M rows; the next group is prefetched meanwhile.
 template <int M>
-INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, int64_t width, const int32_t* sum,
-                      v16i dot[M][2]) {
+INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, const int32_t* sum, v16i dot[M][2]) {
   for (int m = 0; m < M; ++m) dot[m][0] = dot[m][1] = v16i{} + sum[m];
   for (int64_t k = 0; k < kGroup; k += 4, w0 += 64, w1 += 64, xp += 4) {
     prefetch(w0 + kGroup * kBlock);
@@ -61,7 +60,7 @@ INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, in
     const __m512i a = _mm512_loadu_si512(w0), b = _mm512_loadu_si512(w1);
     for (int m = 0; m < M; ++m) {
       int32_t four;
-      std::memcpy(&four, xp + m * width, 4);
+      std::memcpy(&four, xp + m * kGroup, 4);
       const __m512i xv = _mm512_set1_epi32(four);
       dot4(dot[m][0], a, xv);
       dot4(dot[m][1], b, xv);
@@ -74,14 +73,14 @@ template <int M>
 void vnni_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
   constexpr int B = kItem / kBlock;
   v16 total[M][B] = {};
-  const int64_t width = w.groups * kGroup, stride = width * kBlock;
+  const int64_t stride = w.groups * kGroup * kBlock;
   const uint8_t* wp = weights_of(w, block);
-  const int8_t* xp = x.q + row * width;
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup) {
+  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
     const int64_t at = g * x.padded + row;
+    const int8_t* xp = x.q + at * kGroup;
     for (int b = 0; b < B; b += 2) {
       v16i dot[M][2];
-      dot_group<M>(wp + b * stride, wp + (b + 1) * stride, xp, width, x.sum + at, dot);
+      dot_group<M>(wp + b * stride, wp + (b + 1) * stride, xp, x.sum + at, dot);
       const v16 ws[2] = {scales_of(w, block + b, g), scales_of(w, block + b + 1, g)};
       for (int m = 0; m < M; ++m)
         for (int i = 0; i < 2; ++i) total[m][b + i] = add_group(total[m][b + i], dot[m][i], ws[i], x.scale[at + m]);
@@ -106,60 +105,66 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Sixteen rows' outputs of one block, to be written soon.
+INLINE void prefetch_outputs(const Output& y, int64_t row, int64_t block) {
+  const float* out = y.data + row * y.stride + block * kBlock;
+  for (int r = 0; r < 16; ++r) __builtin_prefetch(out + r * y.stride, 1);
+}
+
 // Up to 64 rows by the four blocks of a unit, two blocks and 16 rows at a time: tiles 0-1 are products, 2-3
 // activations, 4-7 weights. The integers of one step are scaled while the tile unit works on the next.
 void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, int64_t rows, const Output& y) {
   alignas(64) float total[64][kItem] = {};
-  alignas(64) int32_t dot[2][16][32];
-  const int64_t width = w.groups * kGroup, stride = width * kBlock;
+  alignas(64) int32_t dot[2][2][16][16];
+  const int64_t stride = w.groups * kGroup * kBlock, steps = (rows + 15) / 16, lines = 32 / steps;
   struct Step {
     int64_t group, block, row;
     int buffer;
   };
   const auto scale_step = [&](const Step& s) {
     const v16 ws0 = scales_of(w, block + s.block, s.group), ws1 = scales_of(w, block + s.block + 1, s.group);
-    const int64_t base = s.group * x.padded + row + s.row, last = rows - s.row < 16 ? rows - s.row : 16;
-    for (int64_t r = 0; r < last; ++r) {
-      const int32_t* d = dot[s.buffer][r];
-      float* t = total[s.row + r] + s.block * kBlock;
-      const int32_t offset = x.sum[base + r];
-      const v16i d0 = *reinterpret_cast<const v16i*>(d) + offset, d1 = *reinterpret_cast<const v16i*>(d + 16) + offset;
-      store(t, add_group(load(t), d0, ws0, x.scale[base + r]));
-      store(t + 16, add_group(load(t + 16), d1, ws1, x.scale[base + r]));
+    const int64_t at = s.group * x.padded + row + s.row, last = rows - s.row < 16 ? rows - s.row : 16;
+    const float* scale = x.scale + at;
+    const int32_t* offset = x.sum + at;
+    const auto* d = reinterpret_cast<const v16i*>(dot[s.buffer]);
+    float* t = total[s.row] + s.block * kBlock;
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < last; ++r, t += kItem) {
+      store(t, add_group(load(t), d[r] + offset[r], ws0, scale[r]));
+      store(t + 16, add_group(load(t + 16), d[r + 16] + offset[r], ws1, scale[r]));
     }
   };
-  const int64_t pairs = rows > 32 ? 1 : 2;  // inner pairs of blocks: more streams while memory is the limit
   Step before{0, 0, 0, -1};
-  for (int64_t outer = 0; outer < 2; outer += pairs) {
-    const uint8_t* wp = weights_of(w, block);
-    const int8_t* xp = x.q + row * width;
-    for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup)
-      for (int64_t b = outer * 2; b < (outer + pairs) * 2; b += 2) {
-        const uint8_t *w0 = wp + b * stride, *w1 = w0 + stride;
-        const auto ahead = [&](int q) { for (int i = q * 512; i < q * 512 + 512; i += 64) { prefetch(w0 + 2048 + i); prefetch(w1 + 2048 + i); } };
-        _tile_loadd(4, w0, 64);
-        ahead(0);
-        _tile_loadd(5, w0 + 1024, 64);
-        ahead(1);
-        _tile_loadd(6, w1, 64);
-        ahead(2);
-        _tile_loadd(7, w1 + 1024, 64);
-        ahead(3);
-        for (int64_t first = 0; first < rows; first += 16) {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_loadd(2, xp + first * width, width);
-          _tile_loadd(3, xp + first * width + 64, width);
-          _tile_dpbsud(0, 2, 4);
-          _tile_dpbsud(1, 2, 6);
-          _tile_dpbsud(0, 3, 5);
-          _tile_dpbsud(1, 3, 7);
-          if (before.buffer >= 0) scale_step(before);
-          before = {g, b, first, before.buffer == 0};
-          _tile_stored(0, dot[before.buffer], 128);
-          _tile_stored(1, dot[before.buffer][0] + 16, 128);
+  const uint8_t* wp = weights_of(w, block);
+  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
+    const int8_t* xp = x.q + (g * x.padded + row) * kGroup;
+    for (int64_t b = 0; b < 4; b += 2) {
+      const uint8_t *w0 = wp + b * stride, *w1 = w0 + stride;
+      _tile_loadd(4, w0, 64);
+      _tile_loadd(5, w0 + 1024, 64);
+      _tile_loadd(6, w1, 64);
+      _tile_loadd(7, w1 + 1024, 64);
+      for (int64_t step = 0; step < steps; ++step) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(2, xp + step * 16 * kGroup, kGroup);
+        _tile_loadd(3, xp + step * 16 * kGroup + 64, kGroup);
+        _tile_dpbsud(0, 2, 4);
+        _tile_dpbsud(1, 2, 6);
+        _tile_dpbsud(0, 3, 5);
+        _tile_dpbsud(1, 3, 7);
+        // The next group's weights, a share in each step: all at once they would hold up the tiles' own loads.
+        for (int64_t i = step * lines, end = step + 1 == steps ? 32 : i + lines; i < end; ++i) {
+          prefetch(w0 + kGroup * kBlock + i * 64);
+          prefetch(w1 + kGroup * kBlock + i * 64);
         }
+        if (b == 2 && g + 4 >= w.groups) prefetch_outputs(y, row + step * 16, block + g + 4 - w.groups);
+        if (before.buffer >= 0) scale_step(before);
+        before = {g, b, step * 16, before.buffer == 0};
+        _tile_stored(0, dot[before.buffer][0], 64);
+        _tile_stored(1, dot[before.buffer][1], 64);
       }
+    }
   }
   scale_step(before);
   for (int64_t r = 0; r < rows; ++r)
@@ -199,7 +204,7 @@ INLINE v16i joined(__m256i low, __m256i high) {
 
 // One group of B blocks for M rows. Unrolled by pragma, or gcc keeps the sums in memory.
 template <int M, int B>
-INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, int64_t width, v16i whole[M][B]) {
+INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, v16i whole[M][B]) {
   __m256i dot[M][B][2];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m)
@@ -216,7 +221,7 @@ INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, int64
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       int32_t four;
-      std::memcpy(&four, xp + m * width, 4);
+      std::memcpy(&four, xp + m * kGroup, 4);
       const __m256i xv = _mm256_set1_epi32(four), magnitude = _mm256_abs_epi8(xv);
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
@@ -235,15 +240,15 @@ INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, int64
 template <int M, int B>
 void avx2_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
   v16 total[M][B] = {};
-  const int64_t width = w.groups * kGroup, stride = width * kBlock;
+  const int64_t stride = w.groups * kGroup * kBlock;
   const uint8_t* wp = weights_of(w, block);
-  const int8_t* xp = x.q + row * width;
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock, xp += kGroup) {
+  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
+    const int64_t at = g * x.padded + row;
     v16i dot[M][B];
-    dot_group<M, B>(wp, stride, xp, width, dot);
+    dot_group<M, B>(wp, stride, x.q + at * kGroup, dot);
     for (int b = 0; b < B; ++b) {
       const v16 ws = scales_of(w, block + b, g);
-      for (int m = 0; m < M; ++m) total[m][b] = add_group(total[m][b], dot[m][b], ws, x.scale[g * x.padded + row + m]);
+      for (int m = 0; m < M; ++m) total[m][b] = add_group(total[m][b], dot[m][b], ws, x.scale[at + m]);
     }
   }
   for (int m = 0; m < M; ++m)
@@ -274,7 +279,7 @@ void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t ro
   for (int64_t g = 0; g < w.groups; ++g) {
     float xs[R][kGroup];
     for (int r = 0; r < R; ++r)
-      for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[((row + r) * w.groups + g) * kGroup + k];
+      for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[(g * x.padded + row + r) * kGroup + k];
     fpart dot[R][kParts] = {};
     for (int64_t k = 0; k < kGroup; k += 4, wp += 64)  // unrolled, or gcc keeps the sums in memory
 #pragma GCC unroll 4
@@ -333,7 +338,7 @@ INLINE void quantize_groups(const Activations& x, int64_t row, int64_t k, int64_
       top = vmax(top, vmax(v[i], -v[i]));
     }
     const float amax = largest(top), inverse = amax > 0.f ? 127.f / amax : 0.f;
-    int8_t* q = x.q + row * x.groups * kGroup + g * kGroup;
+    int8_t* q = x.q + (g * x.padded + row) * kGroup;
     v16i total = {};
     for (int64_t i = 0; i < kGroup / 16; ++i) {
       const v16 rounded = (v[i] * inverse + 12582912.f) - 12582912.f;  // nearest even

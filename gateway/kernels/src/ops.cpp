@@ -148,7 +148,7 @@ struct Quantized {
   Tensor q, scale, sum;
   Quantized() = default;
   Quantized(int64_t rows, int64_t groups)
-      : q(at::empty({(rows + 63) / 64 * 64, groups * kGroup}, at::kChar)),
+      : q(at::empty({groups, (rows + 63) / 64 * 64, kGroup}, at::kChar)),
         scale(at::empty({groups, (rows + 63) / 64 * 64}, at::kFloat)),
         sum(at::empty({groups, (rows + 63) / 64 * 64}, at::kInt)) {}
   Activations view(int64_t rows, int64_t groups) const {

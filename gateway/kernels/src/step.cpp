@@ -83,49 +83,74 @@ void append_token(const Model& m, const Layer& layer, const Pass& p, int64_t ind
   }
 }
 
-// Walks a row's keys sixteen at a time, as float32; a bfloat16 cache is widened into `room`.
+// Walks a row's keys (or values) sixteen at a time, copied into `at` as float32 [16, head_dim]: one stride for
+// all, so that the loops over them need no pointer for each.
 struct Keys {
   const Model& m;
   const Pass& p;
   const void* cache;
   const int64_t* table;
   int64_t head, slot = 0, left = 0;
-  const float* at[16];
-  float* room;
+  float* at;
 
-  Keys(const Model& model, const Pass& pass, const void* kv, int64_t row, int64_t kv_head, float* floats)
-      : m(model), p(pass), cache(kv), table(pass.block_table + row * pass.blocks_per_row), head(kv_head), room(floats) {}
+  Keys(const Model& model, const Pass& pass, const void* kv, int64_t row, int64_t kv_head, float* room)
+      : m(model), p(pass), cache(kv), table(pass.block_table + row * pass.blocks_per_row), head(kv_head), at(room) {}
 
   void next(int64_t count) {
-    for (int64_t j = 0; j < 16; ++j) {
-      if (j >= count) {
-        at[j] = at[0];
-        continue;
-      }
+    float* to = at;
+    for (int64_t j = 0; j < count; ++j) {
       if (left == 0) {
         slot = (*table++ * m.kv_heads + head) * p.block_size;
         left = p.block_size;
       }
       const int64_t offset = slot++ * m.head_dim;
       --left;
-      if (p.kv_dtype == Dtype::f32) {
-        at[j] = static_cast<const float*>(cache) + offset;
-      } else {
-        float* to = room + j * m.head_dim;
-        for (int64_t i = 0; i < m.head_dim; i += 16) store(to + i, from_bf16(static_cast<const uint16_t*>(cache) + offset + i));
-        at[j] = to;
-      }
+      if (p.kv_dtype == Dtype::f32)
+        for (int64_t i = 0; i < m.head_dim; i += 16, to += 16) store(to, load(static_cast<const float*>(cache) + offset + i));
+      else
+        for (int64_t i = 0; i < m.head_dim; i += 16, to += 16) store(to, from_bf16(static_cast<const uint16_t*>(cache) + offset + i));
     }
   }
 };
 
-template <int C>
-INLINE void add_values(const Keys& v, int64_t count, const float* p, float* out, int64_t from) {
-  v16 acc[C];
-  for (int c = 0; c < C; ++c) acc[c] = load(out + from + c * 16);
-  for (int64_t j = 0; j < count; ++j)
-    for (int c = 0; c < C; ++c) acc[c] = fma(splat(p[j]), load(v.at[j] + from + c * 16), acc[c]);
-  for (int c = 0; c < C; ++c) store(out + from + c * 16, acc[c]);
+// Scores of sixteen keys: q [d], keys [16, d].
+INLINE v16 dot_keys(const float* q, const float* keys, int64_t d) {
+  v16 acc[16] = {};
+  for (int64_t c = 0; c < d; c += 16, keys += 16) {
+    const v16 qv = load(q + c);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) acc[j] = fma(qv, load(keys + j * d), acc[j]);
+  }
+  return sum_each(acc);
+}
+
+// Adds `count` values, weighted, to C sixteens of the outputs of H heads: p [H][stride], out [H][d].
+template <int C, int H>
+INLINE void add_values(const float* v, int64_t d, int64_t count, const float* p, int64_t stride, float* out) {
+  v16 acc[H][C];
+#pragma GCC unroll 2
+  for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) acc[h][c] = load(out + h * d + c * 16);
+  for (int64_t j = 0; j < count; ++j, v += d)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      const v16 value = load(v + c * 16);
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) acc[h][c] = fma(splat(p[h * stride + j]), value, acc[h][c]);
+    }
+#pragma GCC unroll 2
+  for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(out + h * d + c * 16, acc[h][c]);
+}
+
+template <int H>
+INLINE void add_heads(const float* v, int64_t d, int64_t count, const float* p, int64_t stride, float* out) {
+  int64_t c = 0;
+  for (; c + 128 <= d; c += 128) add_values<8, H>(v + c, d, count, p, stride, out + c);
+  for (; c + 64 <= d; c += 64) add_values<4, H>(v + c, d, count, p, stride, out + c);
+  for (; c < d; c += 16) add_values<1, H>(v + c, d, count, p, stride, out + c);
 }
 
 // One token's attention for `count` query heads of one key head; keys in order, so that the result is
@@ -139,13 +164,8 @@ void attend(const Model& m, const Pass& p, int64_t layer, int64_t t, int64_t kv_
     const int64_t here = keys - first < 16 ? keys - first : 16;
     walk.next(here);
     for (int64_t g = 0; g < count; ++g) {
-      v16 acc[16] = {};
-      for (int64_t c = 0; c < d; c += 16) {
-        const v16 qv = load(q + g * d + c);
-        for (int j = 0; j < 16; ++j) acc[j] = fma(qv, load(walk.at[j] + c), acc[j]);
-      }
       float* s = scores + g * padded + first;
-      store(s, sum_each(acc) * m.attention_scale);
+      store(s, dot_keys(q + g * d, walk.at, d) * m.attention_scale);
       for (int64_t j = here; j < 16; ++j) s[j] = -3.0e38f;
     }
   }
@@ -170,13 +190,9 @@ void attend(const Model& m, const Pass& p, int64_t layer, int64_t t, int64_t kv_
   for (int64_t first = 0; first < keys; first += 16) {
     const int64_t here = keys - first < 16 ? keys - first : 16;
     values.next(here);
-    for (int64_t g = 0; g < count; ++g) {
-      const float* e = scores + g * padded + first;
-      int64_t c = 0;
-      for (; c + 128 <= d; c += 128) add_values<8>(values, here, e, out + g * d, c);
-      for (; c + 64 <= d; c += 64) add_values<4>(values, here, e, out + g * d, c);
-      for (; c < d; c += 16) add_values<1>(values, here, e, out + g * d, c);
-    }
+    int64_t g = 0;
+    for (; g + 2 <= count; g += 2) add_heads<2>(values.at, d, here, scores + g * padded + first, padded, out + g * d);
+    if (g < count) add_heads<1>(values.at, d, here, scores + g * padded + first, padded, out + g * d);
   }
   for (int64_t g = 0; g < count; ++g)
     for (int64_t i = 0; i < d; ++i) out[g * d + i] /= scores[count * padded + g];
