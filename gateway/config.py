@@ -61,14 +61,16 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
 
     small_quantize: Annotated[
-        Literal["none", "int8"] | None,
-        Meta(description="weights of the small model; by default int8 on a CPU, except for `tiny`"),
+        Literal["none", "int8", "int4"] | None,
+        Meta(
+            description="small model: `none`, `int8` or `int4`; by default int8 on a CPU, except for `tiny`"
+        ),
     ] = None
     middle_quantize: Annotated[
-        Literal["none", "int8"] | None, Meta(description="the same for the models between")
+        Literal["none", "int8", "int4"] | None, Meta(description="the same for the models between")
     ] = None
     large_quantize: Annotated[
-        Literal["none", "int8"] | None, Meta(description="the same for the large model")
+        Literal["none", "int8", "int4"] | None, Meta(description="the same for the large model")
     ] = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,8 @@ MOST_POSITIONS = 32768
 
 
 class Int8Decoder:
-    """Weights of a Hugging Face model in int8 groups of 128, activations quantized per token; KV in bfloat16.
+    """Weights of a Hugging Face model in groups of 128, of `bits` each; activations in int8, quantized per
+    token; KV in bfloat16.
 
     A token's result does not depend, in any bit, on its neighbours in the pass or on how the text was cut
     into passes. Raises ValueError for models the kernels cannot run, RuntimeError where they are not built.
@@ -29,7 +30,7 @@ class Int8Decoder:
 
     num_spare_blocks = 0
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, bits: kernels.Bits = 8) -> None:
         config = hf.config
         if not kernels.available():
             raise RuntimeError("the int8 kernels could not be built on this machine")
@@ -51,7 +52,7 @@ class Int8Decoder:
         embed = hf.model.embed_tokens.weight.detach()
         cos, sin = rotary(embed.new_empty(1, dtype=torch.float32), torch.arange(positions)[None])
         half = cos.shape[-1] // 2
-        head = kernels.quantize_weight(hf.lm_head.weight)
+        head = kernels.quantize_weight(hf.lm_head.weight, bits)
         self.device = torch.device("cpu")
         self.vocab_size: int = config.vocab_size
         self.max_positions: int | None = positions
@@ -66,7 +67,7 @@ class Int8Decoder:
             sin=sin[0, :, :half].float().contiguous(),
             final_norm=norm_weight(hf.model.norm).float(),
             head=head,
-            layers=[_quantize(take_layer(layer)) for layer in hf.model.layers],
+            layers=[_quantize(take_layer(layer), bits) for layer in hf.model.layers],
         )
 
     def __call__(self, feeds: Sequence[Feed], cache: KVCache) -> Forward:
@@ -84,14 +85,14 @@ class Int8Decoder:
         return Forward(logits, attn_entropy, hidden)
 
 
-def _quantize(layer: Layer) -> kernels.LayerWeights:
+def _quantize(layer: Layer, bits: kernels.Bits) -> kernels.LayerWeights:
     return kernels.LayerWeights(
         input_norm=layer.input_norm.float(),
         post_norm=layer.post_norm.float(),
-        qkv=kernels.quantize_weight(layer.qkv),
-        o=kernels.quantize_weight(layer.out),
-        gate_up=kernels.quantize_weight(layer.gate_up),
-        down=kernels.quantize_weight(layer.down),
+        qkv=kernels.quantize_weight(layer.qkv, bits),
+        o=kernels.quantize_weight(layer.out, bits),
+        gate_up=kernels.quantize_weight(layer.gate_up, bits),
+        down=kernels.quantize_weight(layer.down, bits),
         qkv_bias=_float(layer.qkv_bias),
         q_norm=_float(layer.q_norm),
         k_norm=_float(layer.k_norm),

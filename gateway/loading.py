@@ -304,7 +304,7 @@ def _adapts(config: Config) -> bool:
 
 
 def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
-    """int8 where it was asked for, or by default on a CPU that can run it; raises ConfigError.
+    """What was asked for, or by default int8 on a CPU that can run it; raises ConfigError.
 
     lean: whether our own forward runs the tier's model.
     """
@@ -313,12 +313,12 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
     chosen: dict[Tier, Quantize] = {}
     middles = [(tier, models.middle_quantize) for tier, _ in zip(MIDDLES, models.middle, strict=False)]
     for tier, asked in ((Tier.SMALL, models.small_quantize), *middles, (Tier.LARGE, models.large_quantize)):
-        wanted = by_default if asked is None else asked == "int8"
-        able = wanted and lean[tier] and models.device == "cpu" and kernels.available()
-        if asked == "int8" and not able:
+        wanted = asked or ("int8" if by_default else "none")
+        able = wanted == "none" or (lean[tier] and models.device == "cpu" and kernels.available())
+        if asked is not None and not able:
             needs = "a CPU and a C++ compiler at first start" if lean[tier] else "a family our forward knows"
-            raise ConfigError(f"models.{_key(tier)}_quantize: int8 needs {needs}")
-        chosen[tier] = "int8" if able else "none"
+            raise ConfigError(f"models.{_key(tier)}_quantize: {asked} needs {needs}")
+        chosen[tier] = wanted if able else "none"
     log.info("quantization", **chosen)
     return chosen
 

@@ -27,7 +27,7 @@ from gateway.torch_decoder import TorchDecoder
 
 log = structlog.get_logger("gateway")
 
-Quantize = Literal["none", "int8"]
+Quantize = Literal["none", "int8", "int4"]
 
 
 class Decoder(Protocol):
@@ -67,7 +67,7 @@ class CausalLM:
         dtype: torch.dtype = torch.float32,
         quantize: Quantize = "none",
     ) -> CausalLM:
-        """The model in a Hugging Face folder, on `device`, in `dtype` or as int8 (lean families on a CPU).
+        """The model in a Hugging Face folder, on `device`, in `dtype` or quantized (lean families on a CPU).
 
         Raises ValueError, naming the reason, for one whose drafted tokens could not be dropped.
         """
@@ -81,8 +81,8 @@ class CausalLM:
     @classmethod
     def of(cls, hf: Any, quantize: Quantize) -> CausalLM:
         """A Hugging Face model of a lean family, where it lies; its weights are taken, not copied."""
-        if quantize == "int8":
-            return cls(Int8Decoder(hf.eval()), by_kernels)
+        if quantize != "none":
+            return cls(Int8Decoder(hf.eval(), 4 if quantize == "int4" else 8), by_kernels)
         return cls(StaticDecoder(hf.eval()) if hf.device.type == "cuda" else TorchDecoder(hf.eval()))
 
     @property

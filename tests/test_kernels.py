@@ -42,11 +42,12 @@ def fake_quantized(x: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """What the int8 kernels compute, in torch."""
+    """What the kernels compute, in torch."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, bits: kernels.Bits) -> None:
         super().__init__()
-        self.weight = nn.Parameter(kernels.dequantize_weight(kernels.quantize_weight(linear.weight)))
+        packed = kernels.quantize_weight(linear.weight, bits)
+        self.weight = nn.Parameter(kernels.dequantize_weight(packed))
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ FAMILIES = {
 }
 
 
-def reference(family: str) -> Any:
+def reference(family: str, bits: kernels.Bits = 8) -> Any:
     """A small random model of the family, its linear layers replaced by QuantizedLinear."""
     config_class, changes = FAMILIES[family]
     sizes = COMMON | changes
@@ -87,12 +88,12 @@ def reference(family: str) -> Any:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, QuantizedLinear(child))
+                setattr(module, name, QuantizedLinear(child, bits))
     return model
 
 
-def decoder_of(model: Any) -> kernels.Decoder:
-    """The kernels' decoder with the weights of a reference model."""
+def decoder_of(model: Any, bits: kernels.Bits = 8) -> kernels.Decoder:
+    """The kernels' decoder with the weights of a reference model, quantized again."""
     config, inner = model.config, model.model
     gemma = config.model_type == "gemma"
 
@@ -100,7 +101,7 @@ def decoder_of(model: Any) -> kernels.Decoder:
         return (module.weight + (1.0 if gemma else 0.0)).detach()
 
     def packed(*linears: Any) -> kernels.Packed:
-        return kernels.quantize_weight(torch.cat([linear.weight for linear in linears]))
+        return kernels.quantize_weight(torch.cat([linear.weight for linear in linears]), bits)
 
     def layer(one: Any) -> kernels.LayerWeights:
         attention, mlp = one.self_attn, one.mlp
@@ -184,18 +185,61 @@ def test_packing_loses_at_most_half_a_step() -> None:
     assert (error.pow(2).mean() / scale.pow(2).mean()).sqrt() < 0.32  # uniform rounding: 12 ** -0.5 = 0.289
 
 
+LEVELS = (-112, -83, -63, -47, -33, -20, -9, 0, 8, 17, 28, 40, 54, 71, 93, 127)
+"""What a 4-bit code stands for, in units of its group's scale."""
+
+
+def nearest_levels(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight [n, groups, 128] at the nearest levels of scale [n, groups, 1]."""
+    levels = torch.tensor(LEVELS) * scale[..., None]
+    chosen = (weight[..., None] - levels).abs().argmin(-1, keepdim=True)
+    return levels.expand(*weight.shape, 16).gather(-1, chosen)[..., 0]
+
+
+def test_four_bits_hold_what_lies_on_the_levels() -> None:
+    levels = torch.tensor(LEVELS)[torch.randint(16, (40, 3, 128))]
+    levels[..., 5] = 127  # the largest of each group, whose sign is the scale's
+    scale = torch.randn(40, 3, 1).bfloat16().float()
+    weight = (levels * scale).flatten(1)
+    packed = kernels.quantize_weight(weight, 4)
+    assert packed.bits == 4
+    assert packed.weight.numel() * 2 == kernels.quantize_weight(weight).weight.numel()
+    assert torch.equal(kernels.dequantize_weight(packed), weight)
+    assert torch.equal(
+        kernels.dequantize_weight(kernels.quantize_weight(weight[:, :272], 4)), weight[:, :272]
+    )
+
+
+def test_four_bits_take_the_nearest_level_of_the_best_scale() -> None:
+    weight = torch.randn(70, 256)
+    groups = weight.view(70, 2, 128)
+    got = kernels.dequantize_weight(kernels.quantize_weight(weight, 4)).view(70, 2, 128)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    tried = [
+        nearest_levels(groups, (largest / 127 * top).bfloat16().float())
+        for top in (0.76, 0.82, 0.88, 0.94, 1.0, 1.06)
+    ]
+    errors = torch.stack([(one - groups).pow(2).sum(-1) for one in tried])
+    torch.testing.assert_close((got - groups).pow(2).sum(-1), errors.amin(0), rtol=1e-4, atol=0.0)
+    assert (got - groups).pow(
+        2
+    ).mean() < 0.009  # sixteen levels of a normal variable, at best: 0.0095 at one scale
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (100, 272), (7, 16)])
-def test_linear_is_the_product_of_quantized_sides(n: int, k: int, dtype: torch.dtype) -> None:
+def test_linear_is_the_product_of_quantized_sides(
+    n: int, k: int, dtype: torch.dtype, bits: kernels.Bits
+) -> None:
     torch.manual_seed(n)
     weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(3, 5, k), torch.randn(n)
-    packed = kernels.quantize_weight(weight)
-    assert packed.n == n
+    packed = kernels.quantize_weight(weight, bits)
+    assert (packed.n, packed.bits) == (n, bits)
     expected = fake_quantized(x).double() @ kernels.dequantize_weight(packed).double().T + bias
     torch.testing.assert_close(kernels.int8_linear(x, packed, bias).double(), expected, rtol=1e-5, atol=1e-4)
-    assert (kernels.int8_linear(x, packed) - x @ weight.float().T).norm() < 0.02 * (
-        x @ weight.float().T
-    ).norm()
+    exact = x @ weight.float().T
+    assert (kernels.int8_linear(x, packed) - exact).norm() < {8: 0.02, 4: 0.12}[bits] * exact.norm()
 
 
 def test_a_row_of_zeros_gives_the_bias() -> None:
@@ -204,10 +248,11 @@ def test_a_row_of_zeros_gives_the_bias() -> None:
     assert torch.equal(kernels.int8_linear(torch.zeros(1, 128), packed, bias)[0], bias)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 63, 64, 65, 130])
-def test_every_path_gives_the_same_bits(rows: int) -> None:
+def test_every_path_gives_the_same_bits(rows: int, bits: kernels.Bits) -> None:
     torch.manual_seed(rows)
-    packed = kernels.quantize_weight(torch.randn(150, 400))
+    packed = kernels.quantize_weight(torch.randn(150, 400), bits)
     x, bias = torch.randn(rows, 400) * torch.logspace(-3, 3, rows)[:, None], torch.randn(150)
     expected = kernels.int8_linear(x, packed, bias)
     for path in kernels.paths()[1:]:
@@ -215,9 +260,10 @@ def test_every_path_gives_the_same_bits(rows: int) -> None:
         assert torch.equal(kernels.int8_linear(x, packed, bias), expected), path
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_does_not_depend_on_its_neighbours(bits: kernels.Bits) -> None:
     torch.manual_seed(3)
-    packed = kernels.quantize_weight(torch.randn(96, 384))
+    packed = kernels.quantize_weight(torch.randn(96, 384), bits)
     x = torch.randn(64, 384)
     alone = torch.cat([kernels.int8_linear(x[i : i + 1], packed) for i in range(64)])
     for rows in range(2, 65):
@@ -226,26 +272,28 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("path", ["amx", "vnni", "avx2", "portable"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decoder_gives_the_logits_of_transformers(family: str, path: str) -> None:
+@pytest.mark.parametrize(("family", "bits"), [*((name, 8) for name in FAMILIES), ("qwen2", 4)])
+def test_decoder_gives_the_logits_of_transformers(family: str, bits: kernels.Bits, path: str) -> None:
     if path not in kernels.paths():
         pytest.skip(f"this processor has no {path}")
     kernels.use_path(path)
-    model = reference(family)
+    model = reference(family, bits)
     tokens = prompt(30)
     expected = model(torch.tensor([tokens])).logits[0]
     fed = [(1, i, token) for i, token in enumerate(tokens)]
-    logits = run(decoder_of(model), Slots.of(model, rows=3, blocks=3), fed, list(range(30)))
+    logits = run(decoder_of(model, bits), Slots.of(model, rows=3, blocks=3), fed, list(range(30)))
     # Float noise of 1e-6 moves a few activations over a rounding edge, which is a step of 1/127 there;
     # tokens with no activation near an edge agree to float accuracy.
     assert (logits - expected).norm() < 0.01 * expected.norm()
     assert (logits - expected)[1:].abs().amax(-1).min() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_equals_prefill_among_neighbours_and_on_every_path(dtype: torch.dtype) -> None:
-    model = reference("qwen3")
-    decoder = decoder_of(model)
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 4)])
+def test_decode_equals_prefill_among_neighbours_and_on_every_path(
+    dtype: torch.dtype, bits: kernels.Bits
+) -> None:
+    model = reference("qwen3", bits)
+    decoder = decoder_of(model, bits)
     prompts = [prompt(length, seed) for seed, length in enumerate((37, 1, 20, 50))]
     alone = []
     for row, tokens in enumerate(prompts):
@@ -346,6 +394,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     packed = kernels.quantize_weight(torch.randn(64, 128))
     with pytest.raises(RuntimeError, match="not a packed weight"):
         torch.ops.tokentape.int8_linear(torch.randn(1, 256), packed.weight, packed.scale, torch.empty(0), 64)
+    with pytest.raises(RuntimeError, match="8 or 4 bits, not 2"):
+        torch.ops.tokentape.quantize_weight(torch.randn(64, 128), 2)
     with pytest.raises(RuntimeError, match="no kernel path"):
         kernels.use_path("abacus")
     assert not kernels.DecoderShape(100, 64, 4, 2, 16, 1e-6, 1.0).supported

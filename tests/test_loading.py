@@ -79,9 +79,12 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(folders: dict[str
         load_pair(_config(folders, **{"engine.max_model_len": POSITIONS + 1}), timed=False)
 
 
-def test_int8_is_refused_where_the_forward_is_hugging_faces(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"models\.large_quantize: int8 needs a family"):
-        load_pair(_config(folders, **{"models.large_quantize": "int8"}), timed=False)
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantizing_is_refused_where_the_forward_is_hugging_faces(
+    quantize: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"models\.large_quantize: {quantize} needs a family"):
+        load_pair(_config(folders, **{"models.large_quantize": quantize}), timed=False)
 
 
 def test_a_model_that_fails_its_self_check_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -186,6 +186,24 @@ def test_the_int8_decoder_is_near_the_family_it_was_taken_from(family: str) -> N
     assert (got - want).norm() < 0.03 * want.norm()
 
 
+@pytest.mark.skipif(not kernels.available(), reason="no C++ compiler")
+def test_int4_gives_the_logits_of_a_model_whose_weights_lie_on_its_levels() -> None:
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(Qwen2Config(**(DIMS | {"hidden_size": 128}))).eval()
+    tokens = torch.randint(0, VOCAB, (40,)).tolist()
+    with torch.no_grad():
+        for weight in hf.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape))
+        for module in hf.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(kernels.dequantize_weight(kernels.quantize_weight(module.weight, 4)))
+        want = hf(torch.tensor([tokens])).logits[0]
+    ours = CausalLM.of(hf, "int4")
+    ours.allocate(1, 64)
+    got = ours.forward([Feed((0,), 0, tokens, 40)]).logits
+    assert (got - want).norm() < 0.03 * want.norm()
+
+
 def test_the_hidden_state_is_what_transformers_last_layer_says(pair: Pair) -> None:
     pair.check([(0, 0, 20, 1)])
     got = pair.ours.forward([pair.feed(0, 20, 24, 2), pair.feed(1, 0, 9, 1)]).hidden

@@ -1,4 +1,4 @@
-"""CPU kernels: int8 linear layers, attention over the slot cache, and a whole decoder forward.
+"""CPU kernels: linear layers of 8 and 4 bits, attention over the slot cache, and a whole decoder forward.
 
 Compiled once at first use with the machine's compiler (build.py); `available()` says whether they can be
 used.
@@ -11,9 +11,10 @@ import torch
 
 from gateway.kernels.build import load
 from gateway.kernels.decoder import Decoder, DecoderShape, LayerWeights, attention
-from gateway.kernels.linear import Packed, dequantize_weight, int8_linear, quantize_weight
+from gateway.kernels.linear import Bits, Packed, dequantize_weight, int8_linear, quantize_weight
 
 __all__ = [
+    "Bits",
     "Decoder",
     "DecoderShape",
     "LayerWeights",

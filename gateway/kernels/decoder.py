@@ -1,4 +1,4 @@
-"""A whole decoder forward in one operator: int8 weights, flat tokens of several rows, KV in block tables."""
+"""A whole decoder forward in one operator: packed weights, flat tokens of several rows, a paged KV cache."""
 
 from __future__ import annotations
 

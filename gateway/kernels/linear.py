@@ -1,21 +1,25 @@
-"""int8 linear layers: weights in groups of 128, activations quantized per row and group on the fly."""
+"""Linear layers on integers: weights of 8 or 4 bits in groups of 128, activations made int8 on the fly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 _NONE = torch.empty(0)
 
+Bits = Literal[8, 4]
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """An int8 weight [n, k] in the kernels' layout.
+    """A weight [n, k] in the kernels' layout.
 
-    weight: uint8 [n' / 16, k' / 4, 64] holding w + 128; scale: bfloat16 [n' / 16, k' / 128, 16]; n' is n
-    padded to 64, k' is k padded to 128.
+    weight: of 8 bits uint8 [n' / 16, k' / 4, 64] holding w + 128, of 4 bits uint8 [n' / 16, k' / 8, 64], each
+    byte the codes of two of the kernels' int8 levels; scale: bfloat16 [n' / 16, k' / 128, 16]; n' is n padded
+    to 64, k' is k padded to 128.
     """
 
     weight: Tensor
@@ -24,21 +28,33 @@ class Packed:
     k: int
 
     @property
+    def bits(self) -> int:
+        """Bits of one weight: 8 or 4."""
+        return self.weight.shape[1] * 32 // (self.scale.shape[1] * 128)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that one pass reads."""
         return self.weight.numel() + 2 * self.scale.numel()
 
 
-def quantize_weight(weight: Tensor) -> Packed:
-    """Quantizes a float32 or bfloat16 weight [n, k], symmetric per output and group of 128 inputs."""
-    packed, scale = torch.ops.tokentape.quantize_weight(weight.detach().contiguous())
+def quantize_weight(weight: Tensor, bits: Bits = 8) -> Packed:
+    """Quantizes a float32 or bfloat16 weight [n, k], per output and group of 128 inputs.
+
+    8 bits: 127 even steps a side of zero. 4 bits: sixteen uneven levels, the scale the best of a few.
+    """
+    packed, scale = torch.ops.tokentape.quantize_weight(weight.detach().contiguous(), bits)
     return Packed(packed, scale, weight.shape[0], weight.shape[1])
 
 
 def dequantize_weight(packed: Packed) -> Tensor:
     """The float32 weight [n, k] that a packed one stands for."""
-    blocks, quads, _ = packed.weight.shape
-    values = packed.weight.view(blocks, quads, 16, 4).permute(0, 2, 1, 3).reshape(blocks, 16, -1, 128)
+    weight = packed.weight
+    if packed.bits == 4:
+        codes = torch.stack((weight & 15, weight >> 4), 2).flatten(1, 2)
+        weight = torch.tensor(torch.ops.tokentape.levels(), dtype=torch.int16)[codes.int()] + 128
+    blocks, quads, _ = weight.shape
+    values = weight.view(blocks, quads, 16, 4).permute(0, 2, 1, 3).reshape(blocks, 16, -1, 128)
     scaled = (values.float() - 128) * packed.scale.float().transpose(1, 2).unsqueeze(-1)
     return scaled.reshape(blocks * 16, -1)[: packed.n, : packed.k].contiguous()
 

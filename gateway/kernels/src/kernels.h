@@ -13,22 +13,30 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kPhasesPerLayer = 10;  // of Kernels::forward
 constexpr int64_t kItem = 64;    // outputs of one unit of work; N is padded to it
 
-// y = x W^T + bias with int8 weights. weight: [N/16, K/4, 16, 4] bytes, each w + 128 (the unsigned side
-// of the dot-product instructions); scale: [N/16, K/128, 16] bfloat16; N and K are padded with zeros.
+// What the codes of 4-bit weights stand for: Lloyd-Max levels of trained weights over their group's largest one, whose
+// scale has its sign. Such values are near-normal, so levels lie closer around zero; integers, so that unpacking is exact.
+constexpr int64_t kLevels = 16;
+constexpr int8_t kLevel[kLevels] = {-112, -83, -63, -47, -33, -20, -9, 0, 8, 17, 28, 40, 54, 71, 93, 127};
+
+// y = x W^T + bias. weight: of 8 bits [N/16, K/4, 16, 4] bytes, each w + 128 (the unsigned side of the
+// dot-product instructions), of 4 bits [N/16, K/8, 16, 4], each two codes (weights4.h); scale: [N/16, K/128, 16]
+// bfloat16; N and K are padded with zeros.
 struct Linear {
   const uint8_t* weight = nullptr;
   const uint16_t* scale = nullptr;
   const float* bias = nullptr;
-  int64_t n = 0, k = 0, groups = 0;
+  int64_t n = 0, k = 0, groups = 0, bits = 8;
 };
 
 // Activations quantized per row and group. q: [groups, padded, 128], so that the rows of a group lie together;
 // scale, sum: [groups, padded], sum = -128 * (sum of q), which takes the weights' offset out of the product again.
+// unpacked: [threads, kItem * groups * 128] bytes, room for a unit of 4-bit weights as 8-bit ones.
 struct Activations {
   int8_t* q;
   float* scale;
   int32_t* sum;
   int64_t rows, padded, groups;
+  uint8_t* unpacked;
 };
 
 struct Layer {
@@ -94,7 +102,7 @@ struct Worker {
 struct Kernels {
   void (*enter)(bool amx);
   void (*leave)(bool amx);
-  void (*pack)(Worker, const void* weight, Dtype, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale);
+  void (*pack)(Worker, const void* weight, Dtype, int64_t n, int64_t k, int64_t bits, uint8_t* packed, uint16_t* scale);
   void (*linear)(Worker, const Linear&, const float* x, Activations, float* y, bool amx);
   void (*attention)(Worker&, const Model&, const Pass&, int64_t layer, const float* q,
                     int64_t q_stride, float* out, float* entropy, Scratch&);

@@ -50,37 +50,46 @@ INLINE void dot4(v16i& acc, __m512i w, __m512i x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
 }
 
-// One group of two blocks for M rows; the next group is prefetched meanwhile.
-template <int M>
-INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, const int32_t* sum, v16i dot[M][2]) {
-  for (int m = 0; m < M; ++m) dot[m][0] = dot[m][1] = v16i{} + sum[m];
-  for (int64_t k = 0; k < kGroup; k += 4, w0 += 64, w1 += 64, xp += 4) {
-    prefetch(w0 + kGroup * kBlock);
-    prefetch(w1 + kGroup * kBlock);
-    const __m512i a = _mm512_loadu_si512(w0), b = _mm512_loadu_si512(w1);
-    for (int m = 0; m < M; ++m) {
-      int32_t four;
-      std::memcpy(&four, xp + m * kGroup, 4);
-      const __m512i xv = _mm512_set1_epi32(four);
-      dot4(dot[m][0], a, xv);
-      dot4(dot[m][1], b, xv);
-    }
-  }
+INLINE __m512i quad(const int8_t* x) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return _mm512_set1_epi32(four);
 }
 
+// What the tile needs of a weight's format; weights4.h has the other one.
+struct Int8 {
+  static constexpr int64_t kBytes = kGroup * kBlock;  // of one block's group
+
+  // One group of two blocks for M rows; the next group is prefetched meanwhile.
+  template <int M>
+  INLINE void dot_group(const uint8_t* w0, const uint8_t* w1, const int8_t* xp, const int32_t* sum, v16i dot[M][2]) {
+    for (int m = 0; m < M; ++m) dot[m][0] = dot[m][1] = v16i{} + sum[m];
+    for (int64_t k = 0; k < kGroup; k += 4, w0 += 64, w1 += 64, xp += 4) {
+      prefetch(w0 + kBytes);
+      prefetch(w1 + kBytes);
+      const __m512i a = _mm512_loadu_si512(w0), b = _mm512_loadu_si512(w1);
+      for (int m = 0; m < M; ++m) {
+        const __m512i xv = quad(xp + m * kGroup);
+        dot4(dot[m][0], a, xv);
+        dot4(dot[m][1], b, xv);
+      }
+    }
+  }
+};
+
 // M rows by the four blocks of a unit, group by group: four streams of weights keep the memory busier than two.
-template <int M>
+template <class Format, int M>
 void vnni_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
   constexpr int B = kItem / kBlock;
   v16 total[M][B] = {};
-  const int64_t stride = w.groups * kGroup * kBlock;
-  const uint8_t* wp = weights_of(w, block);
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
+  const int64_t stride = w.groups * Format::kBytes;
+  const uint8_t* wp = w.weight + block * stride;
+  for (int64_t g = 0; g < w.groups; ++g, wp += Format::kBytes) {
     const int64_t at = g * x.padded + row;
     const int8_t* xp = x.q + at * kGroup;
     for (int b = 0; b < B; b += 2) {
       v16i dot[M][2];
-      dot_group<M>(wp + b * stride, wp + (b + 1) * stride, xp, x.sum + at, dot);
+      Format::template dot_group<M>(wp + b * stride, wp + (b + 1) * stride, xp, x.sum + at, dot);
       const v16 ws[2] = {scales_of(w, block + b, g), scales_of(w, block + b + 1, g)};
       for (int m = 0; m < M; ++m)
         for (int i = 0; i < 2; ++i) total[m][b + i] = add_group(total[m][b + i], dot[m][i], ws[i], x.scale[at + m]);
@@ -90,11 +99,17 @@ void vnni_tile(const Linear& w, const Activations& x, int64_t block, int64_t row
     for (int b = 0; b < B; ++b) put(w, y, row + m, block + b, total[m][b]);
 }
 
+constexpr int64_t kVnniRows = 12;  // as many sums fit the registers
+
+template <class Format>
 void vnni_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
   using Tile = void (*)(const Linear&, const Activations&, int64_t, int64_t, const Output&);
-  static constexpr Tile tiles[] = {vnni_tile<1>, vnni_tile<2>, vnni_tile<3>, vnni_tile<4>,  vnni_tile<5>,  vnni_tile<6>,
-                                   vnni_tile<7>, vnni_tile<8>, vnni_tile<9>, vnni_tile<10>, vnni_tile<11>, vnni_tile<12>};
-  for (int64_t row = 0; row < x.rows; row += 12) tiles[(x.rows - row < 12 ? x.rows - row : 12) - 1](w, x, block, row, y);
+  static constexpr Tile tiles[kVnniRows] = {
+      vnni_tile<Format, 1>, vnni_tile<Format, 2>, vnni_tile<Format, 3>, vnni_tile<Format, 4>,
+      vnni_tile<Format, 5>, vnni_tile<Format, 6>, vnni_tile<Format, 7>, vnni_tile<Format, 8>,
+      vnni_tile<Format, 9>, vnni_tile<Format, 10>, vnni_tile<Format, 11>, vnni_tile<Format, 12>};
+  for (int64_t row = 0; row < x.rows; row += kVnniRows)
+    tiles[(x.rows - row < kVnniRows ? x.rows - row : kVnniRows) - 1](w, x, block, row, y);
 }
 
 #if defined(__AMX_INT8__)
@@ -319,7 +334,7 @@ INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, con
 #endif
   (void)amx;
 #if defined(__AVX512VNNI__)
-  return vnni_item(w, x, block, y);
+  return vnni_item<Int8>(w, x, block, y);
 #elif defined(__AVX2__)
   return avx2_item(w, x, block, y);
 #else
@@ -351,6 +366,16 @@ INLINE void quantize_groups(const Activations& x, int64_t row, int64_t k, int64_
   }
 }
 
+// One group of a row of a float weight [n, k], zeros where it has none.
+INLINE void load_group(const void* w, Dtype type, int64_t n, int64_t k, int64_t row, int64_t g, v16 v[kGroup / 16]) {
+  const int64_t first = row * k + g * kGroup, count = row < n ? k - g * kGroup : 0;
+  for (int64_t i = 0; i < kGroup; i += 16) {
+    v[i / 16] = v16{};
+    if (i < count) v[i / 16] = type == Dtype::f32 ? load(static_cast<const float*>(w) + first + i)
+                                                  : from_bf16(static_cast<const uint16_t*>(w) + first + i);
+  }
+}
+
 // Packs one block of 16 rows of a float weight [n, k]; scales are rounded to bfloat16 before they are used.
 void pack_block(const void* w, Dtype type, int64_t n, int64_t k, int64_t block, uint8_t* packed, uint16_t* scale) {
   const int64_t groups = (k + kGroup - 1) / kGroup;
@@ -358,21 +383,14 @@ void pack_block(const void* w, Dtype type, int64_t n, int64_t k, int64_t block, 
   for (int64_t g = 0; g < groups; ++g, packed += kGroup * kBlock) {
     uint8_t rows[kBlock][kGroup];
     for (int64_t lane = 0; lane < kBlock; ++lane) {
-      const int64_t row = block * kBlock + lane, first = row * k + g * kGroup;
-      const int64_t count = row >= n ? 0 : k - g * kGroup < kGroup ? k - g * kGroup : kGroup;
-      float t[kGroup] = {};
-      v16 top = {};
-      for (int64_t i = 0; i < count; i += 16) {
-        const v16 v = type == Dtype::f32 ? load(static_cast<const float*>(w) + first + i)
-                                         : from_bf16(static_cast<const uint16_t*>(w) + first + i);
-        store(t + i, v);
-        top = vmax(top, vmax(v, -v));
-      }
+      v16 v[kGroup / 16], top = {};
+      load_group(w, type, n, k, block * kBlock + lane, g, v);
+      for (const v16 x : v) top = vmax(top, vmax(x, -x));
       const uint16_t s = to_bf16(largest(top) / 127.f);
       const float inverse = s ? 1.f / widen(s) : 0.f;
       scale[(block * groups + g) * kBlock + lane] = s;
       for (int64_t i = 0; i < kGroup; ++i) {
-        const float q = (t[i] * inverse + 12582912.f) - 12582912.f;  // nearest even
+        const float q = (v[i / 16][i % 16] * inverse + 12582912.f) - 12582912.f;  // nearest even
         rows[lane][i] = static_cast<uint8_t>(static_cast<int>(q > 127.f ? 127.f : (q < -127.f ? -127.f : q)) + 128);
       }
     }

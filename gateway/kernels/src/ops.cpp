@@ -134,42 +134,47 @@ const int64_t* indices(const Tensor& t, int64_t count, int64_t limit, const char
 
 Linear linear_of(const Tensor& weight, const Tensor& scale, const Tensor& bias, int64_t n, int64_t k) {
   const int64_t blocks = (n + kItem - 1) / kItem * (kItem / kBlock), groups = (k + kGroup - 1) / kGroup;
-  TORCH_CHECK(k % 16 == 0, "int8 weights need a multiple of 16 inputs, not ", k);
-  TORCH_CHECK(weight.scalar_type() == at::kByte && weight.is_contiguous() &&
-                  weight.numel() == blocks * groups * kGroup * kBlock && scale.scalar_type() == at::kBFloat16 &&
+  TORCH_CHECK(k % 16 == 0, "packed weights need a multiple of 16 inputs, not ", k);
+  const int64_t values = blocks * groups * kGroup * kBlock, bits = weight.numel() == values ? 8 : 4;
+  TORCH_CHECK(weight.scalar_type() == at::kByte && weight.is_contiguous() && weight.numel() * 8 == values * bits && scale.scalar_type() == at::kBFloat16 &&
                   scale.is_contiguous() && scale.numel() == blocks * groups * kBlock,
               "not a packed weight of ", n, " by ", k);
   return {weight.const_data_ptr<uint8_t>(), static_cast<const uint16_t*>(scale.const_data_ptr()),
-          floats_or_null(bias, n, "bias"), n, k, groups};
+          floats_or_null(bias, n, "bias"), n, k, groups, bits};
 }
 
 // Room for quantized activations; rows are padded to whole tiles.
 struct Quantized {
-  Tensor q, scale, sum;
+  Tensor q, scale, sum, unpacked;
   Quantized() = default;
   Quantized(int64_t rows, int64_t groups)
       : q(at::empty({groups, (rows + 63) / 64 * 64, kGroup}, at::kChar)),
         scale(at::empty({groups, (rows + 63) / 64 * 64}, at::kFloat)),
-        sum(at::empty({groups, (rows + 63) / 64 * 64}, at::kInt)) {}
+        sum(at::empty({groups, (rows + 63) / 64 * 64}, at::kInt)),
+        unpacked(at::empty({at::get_num_threads(), kItem * groups * kGroup}, at::kByte)) {}
   Activations view(int64_t rows, int64_t groups) const {
-    return {q.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), rows, (rows + 63) / 64 * 64, groups};
+    return {q.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), rows, (rows + 63) / 64 * 64, groups,
+            unpacked.data_ptr<uint8_t>()};
   }
 };
 
-std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
+std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight, int64_t bits) {
+  TORCH_CHECK(bits == 8 || bits == 4, "weights are packed in 8 or 4 bits, not ", bits);
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "weight must be a contiguous matrix");
   const int64_t n = weight.size(0), k = weight.size(1);
-  TORCH_CHECK(k % 16 == 0, "int8 weights need a multiple of 16 inputs, not ", k);
+  TORCH_CHECK(k % 16 == 0, "packed weights need a multiple of 16 inputs, not ", k);
   const int64_t blocks = (n + kItem - 1) / kItem * (kItem / kBlock), groups = (k + kGroup - 1) / kGroup;
-  Tensor packed = at::empty({blocks, groups * kGroup / 4, kBlock * 4}, at::kByte);
+  Tensor packed = at::empty({blocks, groups * kGroup / 4 * bits / 8, kBlock * 4}, at::kByte);
   Tensor scale = at::empty({blocks, groups, kBlock}, at::kBFloat16);
   const Dtype type = dtype_of(weight, "weight");
   on_team(path(), 1, [&](const Kernels& kernels, Worker me) {
-    kernels.pack(me, weight.const_data_ptr(), type, n, k, packed.data_ptr<uint8_t>(),
+    kernels.pack(me, weight.const_data_ptr(), type, n, k, bits, packed.data_ptr<uint8_t>(),
                  static_cast<uint16_t*>(scale.data_ptr()));
   });
   return {packed, scale};
 }
+
+std::vector<int64_t> levels() { return {std::begin(kLevel), std::end(kLevel)}; }
 
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& bias, int64_t n) {
   TORCH_CHECK(x.dim() == 2, "x must be [rows, k]");
@@ -319,13 +324,13 @@ class Decoder : public torch::CustomClassHolder {
     const Model& m = model_;
     const int64_t width = m.heads * m.head_dim, qkv = width + 2 * m.kv_heads * m.head_dim;
     const int64_t groups = (std::max({m.hidden, m.intermediate, width}) + kGroup - 1) / kGroup;
-    if (tokens > tokens_) {
-      tokens_ = tokens;
-      h_ = at::empty({tokens, m.hidden}, at::kFloat);
-      wide_ = at::empty({tokens, std::max(qkv, 2 * m.intermediate)}, at::kFloat);
-      narrow_ = at::empty({tokens, width}, at::kFloat);
-      entropy_ = at::empty({tokens, m.heads}, at::kFloat);
-      quantized_ = Quantized(tokens, groups);
+    if (tokens > tokens_ || at::get_num_threads() > threads_) {
+      tokens_ = std::max(tokens, tokens_), threads_ = at::get_num_threads();
+      h_ = at::empty({tokens_, m.hidden}, at::kFloat);
+      wide_ = at::empty({tokens_, std::max(qkv, 2 * m.intermediate)}, at::kFloat);
+      narrow_ = at::empty({tokens_, width}, at::kFloat);
+      entropy_ = at::empty({tokens_, m.heads}, at::kFloat);
+      quantized_ = Quantized(tokens_, groups);
     }
     const int64_t scores = m.heads / m.kv_heads * ((longest + 15) / 16 * 16 + 1), all = at::get_num_threads() * scores;
     if (!scores_.defined() || scores_.numel() < all) scores_ = at::empty({all + all / 2}, at::kFloat);
@@ -337,7 +342,7 @@ class Decoder : public torch::CustomClassHolder {
   std::vector<Layer> layers_;
   Model model_{};
   std::mutex mutex_;
-  int64_t tokens_ = 0;
+  int64_t tokens_ = 0, threads_ = 0;
   Tensor h_, wide_, narrow_, entropy_, scores_;
   Quantized quantized_;
 };
@@ -381,7 +386,8 @@ TORCH_LIBRARY(tokentape, lib) {
   lib.class_<Decoder>("Decoder")
       .def(torch::init<std::vector<int64_t>, std::vector<double>, std::vector<Tensor>, std::vector<Tensor>>())
       .def("forward", &Decoder::forward);
-  lib.def("quantize_weight(Tensor weight) -> (Tensor, Tensor)", &quantize_weight);
+  lib.def("quantize_weight(Tensor weight, int bits) -> (Tensor, Tensor)", &quantize_weight);
+  lib.def("levels() -> int[]", &levels);
   lib.def("int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor bias, int n) -> Tensor", &int8_linear);
   lib.def(
       "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor rows, Tensor positions, Tensor block_table, "

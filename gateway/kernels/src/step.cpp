@@ -1,6 +1,6 @@
 // A decoder's forward pass over flat tokens of several rows. This file is compiled once per instruction
 // set (-DISA=...); every result depends on its own row alone, not on neighbours, threads or the set.
-#include "linear.h"
+#include "weights4.h"
 
 namespace tokentape::ISA {
 namespace {
@@ -211,11 +211,11 @@ void attention(Worker& me, const Model& m, const Pass& p, int64_t layer, const f
 }
 
 void project(Worker& me, const Linear& w, const Activations& x, Output y, bool amx) {
-  each(me, items(w), [&](int64_t i) { linear_item(w, x, i, y, amx); });
+  each(me, items(w), [&](int64_t i) { any_item(w, x, i, y, me.thread, amx); });
 }
 
 Activations shaped(const Activations& x, int64_t rows, const Linear& w) {
-  return {x.q, x.scale, x.sum, rows, (rows + 63) / 64 * 64, w.groups};
+  return {x.q, x.scale, x.sum, rows, (rows + 63) / 64 * 64, w.groups, x.unpacked};
 }
 
 void forward(Worker me, const Model& m, const Pass& p, Scratch& s, bool amx) {
@@ -324,9 +324,10 @@ void linear(Worker me, const Linear& w, const float* x, Activations a, float* y,
   project(me, w, a, {y, w.n, false}, amx);
 }
 
-void pack(Worker me, const void* weight, Dtype type, int64_t n, int64_t k, uint8_t* packed, uint16_t* scale) {
+void pack(Worker me, const void* weight, Dtype type, int64_t n, int64_t k, int64_t bits, uint8_t* packed,
+          uint16_t* scale) {
   const int64_t blocks = (n + kItem - 1) / kItem * (kItem / kBlock);
-  each(me, blocks, [&](int64_t b) { pack_block(weight, type, n, k, b, packed, scale); });
+  each(me, blocks, [&](int64_t b) { (bits == 4 ? pack_block4 : pack_block)(weight, type, n, k, b, packed, scale); });
 }
 
 void enter(bool amx) {
