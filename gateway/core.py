@@ -1,12 +1,16 @@
 """The vocabulary of the decode path: what a request, a step, a pass and a tick are.
 
-Plain frozen types; no torch, no I/O. Everything else speaks in these words.
+Plain frozen types; no torch, no I/O. Everything else speaks in these words. What is made anew for every token
+is a msgspec Struct: made in a tenth of a frozen dataclass's time, changed (msgspec.structs.replace) in a
+fiftieth.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class Tier(StrEnum):
@@ -131,8 +135,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Signals:
+class Signals(Struct, frozen=True):
     """What a model's distribution A says at one position; every number is a float32 value.
 
     top1_p: probability of its top token. gap: top1_p minus the runner-up's. entropy: nats.
@@ -147,16 +150,14 @@ class Signals:
     hidden: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Struct, frozen=True):
     """The k most likely tokens of A (softmax at temperature 1), most likely first; logprobs in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MiddleView:
+class MiddleView(Struct, frozen=True):
     """What one middle tier said and decided at one row of the tape.
 
     choice: its own token; p: its A of the token that it judged or put. They, signals and topk are None where
@@ -187,8 +188,7 @@ class MiddleView:
     pass_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """One row of the tape's `steps` table; the columns are documented in logs/README.md.
 
     signals are the small model's, large_signals the large model's.
@@ -355,8 +355,7 @@ class PromptToken:
     large_topk: TopK
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """What one tick adds to one choice, as the client sees it.
 
     text: newly released text (held back while it may turn into a stop string or is half a character).

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from gateway.core import MIDDLES, MODELS, Action, Outcome, Reason, Signals, Tier, Verdict
 from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup
@@ -70,14 +71,14 @@ class _Written:
                 return [(i, lacking, None, "needed to decide")]
             if proposal is None or self.blind:
                 guard = rows.guard_value[i]
-                state = replace(state, guard_value=guard)
+                state = structs.replace(state, guard_value=guard)
         return _differences(rows, i, state, guard, decide(self.policy, state, signals))
 
     def _compare_lookup(self, i: int) -> Iterable[Found]:
         rows = self.rows
         state = self.history.state(rows.token_id[i], rows.draft_limit[i], rows.probe_u[i])
         if rows.token_id[i] is None or self.blind:
-            state = replace(state, guard_value=rows.guard_value[i])
+            state = structs.replace(state, guard_value=rows.guard_value[i])
         decision = decide_lookup(self.policy, state)
         if decision is None:
             return [(i, "action", rows.action[i], None)]
@@ -127,7 +128,7 @@ class _Shadow:
             rows.small_choice[i], rows.draft_limit[i], rows.probe_u[i], rows.fact_value[i]
         )
         if rows.small_choice[i] is None:
-            state = replace(state, guard_value=rows.guard_value[i])
+            state = structs.replace(state, guard_value=rows.guard_value[i])
         return _differences(rows, i, state, state.guard_value, decide(self.policy, state, signals))
 
     def push(self, i: int) -> None:
@@ -223,7 +224,7 @@ class _Cascade(_Written):
         token = self._token(i, level) if asked else None
         state = history.state(token, view.draft_limit, view.probe_u, view.fact_value, view.tier)
         if asked and self.blind:
-            state = replace(state, guard_value=view.guard_value)
+            state = structs.replace(state, guard_value=view.guard_value)
         if asked and view.signals is None:
             return [(i, f"{view.tier}.gap", None, "needed to decide")]
         decision = decide(policy, state, view.signals) if view.signals else decide_early(policy, state)

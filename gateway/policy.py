@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from msgspec import Struct
+
 from gateway.core import MIDDLES, Accept, Action, Kind, Mode, Reason, Signals, Tier
 from gateway.router import Router
 
@@ -164,8 +166,7 @@ def settings(policy: Policy) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in MIDDLES or value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Struct, frozen=True):
     """What the rules know of the past at one output position.
 
     draft_pos: tokens already waiting in this round. run_length: consecutive tokens before this one not
@@ -188,8 +189,7 @@ class State:
     fact_value: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """keep or defer, the rule that said so, and the score where one was computed."""
 
     action: Action

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from gateway.accept import accepts
 from gateway.core import Action, MiddleView, Reason, Step, Tier, Verdict
@@ -58,12 +60,12 @@ def review(row: Row, tier: Tier, draft: Proposal | None, said: Reading, stamp: P
         proposal, verdict = draft, Verdict.ACCEPTED
     else:
         overruled = overruled_step(row, draft, view(Verdict.REJECTED, None))
-        proposal = replace(
+        proposal = structs.replace(
             draft, tier=tier, token=token, decision=None, decision_no=None, middle=(), stamp=stamp,
             small_kv=row.seen[Tier.SMALL], large_kv=row.seen[Tier.LARGE],
         )  # fmt: skip
         verdict = Verdict.RECOVERED
-    proposal = replace(proposal, middle=(*proposal.middle, view(verdict, decision)))
+    proposal = structs.replace(proposal, middle=(*proposal.middle, view(verdict, decision)))
     return Reviewed(proposal, decision, stood, overruled)
 
 

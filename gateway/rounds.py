@@ -7,7 +7,8 @@ its own, and decides which of these go on as drafts for the tier above it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from gateway.accept import num_accepted
 from gateway.commit import write
@@ -159,7 +160,7 @@ class Rounds:
             elif position >= row.history.num_written:
                 # A draft that passed the small model by; it waits further up.
                 i = position - row.history.num_written
-                row.drafts[i] = replace(
+                row.drafts[i] = structs.replace(
                     row.drafts[i], small_choice=reading.token, signals=reading.signals, topk=reading.topk
                 )
 
@@ -290,7 +291,7 @@ class Rounds:
             step = large_step(row, large, stamp)
             if step.signals is None and row.ahead:
                 small = row.ahead[0][0]
-                step = replace(
+                step = structs.replace(
                     step,
                     **small_view(small.token, small.signals, small.topk),
                     audit_agrees=small.token == large.token,

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import Struct, structs
 from torch import Tensor
 
 from gateway.core import (
@@ -36,8 +37,7 @@ from gateway.text import TextStream, Tokenizer
 MODE = Decision(Action.DEFER, Reason.MODE)
 
 
-@dataclass(frozen=True, slots=True)
-class PassStamp:
+class PassStamp(Struct, frozen=True):
     """What a step says of the pass that wrote it."""
 
     tick: int
@@ -47,8 +47,7 @@ class PassStamp:
     ts: float
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """A token proposed for one output position, and what was decided about it on its way up.
 
     tier: who proposed it. small_choice, signals, topk: what the small model says there, None while it has not
@@ -70,8 +69,7 @@ class Proposal:
     middle: tuple[MiddleView, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(Struct, frozen=True):
     """A tier's decision to defer a position without having been asked for a token."""
 
     tier: Tier
@@ -335,7 +333,7 @@ class Row:
 
     def restate(self, seq: int, **learnt: Any) -> Step:
         """The step with what was learnt of it; it is closed once it lacks nothing more."""
-        step = replace(self.open.pop(seq), **learnt)
+        step = structs.replace(self.open.pop(seq), **learnt)
         if seq in (self.unsignalled.get(step.idx), self.unlabelled.get(step.idx)):
             self.open[seq] = step
         return step

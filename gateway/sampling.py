@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from gateway.core import Sampling, Signals, TopK
@@ -36,8 +36,7 @@ class Constraint(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """What is to be read off one row of logits.
 
     output: the choice's output tokens before this position, drafts included. position: output position.
@@ -65,8 +64,7 @@ class Ask:
         return not shaped and self.mask is None
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Struct, frozen=True):
     """What a model says at one position: its own token and p_token = A(token), the signals of A, its top
     tokens, and of the draft asked about: p_draft = A(draft), allowed = p(draft) > 0."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from gateway.core import MIDDLES, MiddleView, Outcome, Reason, Signals, Step, Tier, TopK, Verdict
 from gateway.policy import Decision, Policy, State
@@ -14,18 +15,17 @@ from gateway.sampling import Reading
 def proposal_step(row: Row, p: Proposal, outcome: Outcome, large: Reading | None) -> Step:
     """A proposal that stood, was rejected, or was not examined; large: what the large model says there."""
     step = new_step(row, p.token, p.tier, outcome, p.decision, p.state, p.stamp)
-    step = replace(
+    said = {} if large is None else _large_view(p.token, _judged(p), large)
+    return replace(
         step,
         **proposed(p),
+        **said,
         small_kv=p.small_kv,
         large_kv=p.large_kv,
         middle=p.middle,
         decision_no=p.decision_no,
         overruled_by=Tier.LARGE if outcome is Outcome.REJECTED and large is not None else None,
     )
-    if large is None:
-        return step
-    return replace(step, **_large_view(p.token, p.token if p.tier in MIDDLES else p.small_choice, large))
 
 
 def recovered_step(row: Row, rejected: Proposal, large: Reading, stamp: PassStamp) -> Step:
@@ -49,8 +49,8 @@ def large_step(row: Row, large: Reading, stamp: PassStamp) -> Step:
     outcome = Outcome.BONUS if last is Reason.DRAFT_FULL and row.drafts else Outcome.LARGE
     step = new_step(row, large.token, Tier.LARGE, outcome, decision, state, stamp)
     small = None if p is None else p.small_choice
-    step = replace(step, **_large_view(large.token, small, large), middle=middle, decision_no=no)
-    return step if p is None else replace(step, **proposed(p))
+    said = {} if p is None else proposed(p)
+    return replace(step, **said, **_large_view(large.token, small, large), middle=middle, decision_no=no)
 
 
 def undecided(row: Row) -> tuple[State, Decision | None, int | None]:
@@ -119,6 +119,7 @@ def new_step(
     stamp: PassStamp,
 ) -> Step:
     """The next row of a choice, without either model's view."""
+    policy, score = row.request.policy, None if decision is None else decision.score
     step = Step(
         request_id=row.request.id,
         choice=row.request.choice,
@@ -128,8 +129,20 @@ def new_step(
         token_id=token,
         token_bytes=row.tokenizer.token_bytes(token),
         tier=tier,
-        **decided(row.request.policy, decision),
-        **state_columns(state),
+        action=None if decision is None else decision.action,
+        reason=None if decision is None else decision.reason,
+        score=score,
+        threshold=None if score is None else policy.threshold,
+        propensity=None if decision is None else _propensity(policy, decision),
+        idx=state.idx,
+        draft_pos=state.draft_pos,
+        draft_limit=state.draft_limit,
+        run_length=state.run_length,
+        guard_value=state.guard_value,
+        ema_acceptance=state.ema_acceptance,
+        large_used=state.large_used,
+        probe_u=state.probe_u,
+        fact_value=state.fact_value,
         signals=None,
         small_choice=None,
         small_topk=None,
@@ -154,21 +167,25 @@ def decided(policy: Policy, decision: Decision | None) -> dict[str, Any]:
     """The columns of a decision; null where a token was written without one."""
     if decision is None:
         return {"action": None, "reason": None, "score": None, "threshold": None, "propensity": None}
-    propensity = None
-    if policy.probe_rate and decision.reason in (Reason.PROBE, Reason.CONFIDENT):
-        propensity = policy.probe_rate if decision.reason is Reason.PROBE else 1 - policy.probe_rate
     return {
         "action": decision.action,
         "reason": decision.reason,
         "score": decision.score,
         "threshold": None if decision.score is None else policy.threshold,
-        "propensity": propensity,
+        "propensity": _propensity(policy, decision),
     }
+
+
+def _propensity(policy: Policy, decision: Decision) -> float | None:
+    """How likely the verdict was of a position that might have been probed; None where it might not."""
+    if not policy.probe_rate or decision.reason not in (Reason.PROBE, Reason.CONFIDENT):
+        return None
+    return policy.probe_rate if decision.reason is Reason.PROBE else 1 - policy.probe_rate
 
 
 def state_columns(state: State) -> dict[str, Any]:
     """The columns that hold what the rules knew of the past."""
-    return {name: getattr(state, name) for name in State.__dataclass_fields__}
+    return asdict(state)
 
 
 def small_view(token: int, signals: Signals, topk: TopK) -> dict[str, Any]:
@@ -181,6 +198,11 @@ def proposed(p: Proposal) -> dict[str, Any]:
     if p.small_choice is None or p.signals is None or p.topk is None:
         return {}
     return small_view(p.small_choice, p.signals, p.topk)
+
+
+def _judged(p: Proposal) -> int | None:
+    """The token that the large model's view is a label of: the small model's, or a middle tier's own."""
+    return p.token if p.tier in MIDDLES else p.small_choice
 
 
 def _large_view(token: int, judged: int | None, large: Reading) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+from msgspec import structs
 
 from gateway.core import UNWRITTEN, Accept, Action, Mode, Outcome, Reason, Tier
 from gateway.intervals import wilson
@@ -188,7 +189,7 @@ def _state(rows: Rows, i: int, history: History, proposal: int | None, limit: in
     state = history.state(proposal, limit, rows.probe_u[i], rows.fact_value[i])
     if proposal is None and rows.token_id[i] is None:
         # Capture level `signals`: n-grams cannot be counted again, so the recorded count stands.
-        return replace(state, guard_value=rows.guard_value[i])
+        return structs.replace(state, guard_value=rows.guard_value[i])
     return state
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
+from msgspec import structs
 
 from gateway.core import AuditStatus, MiddleView, PassRecord, Step, Tier
 from gateway.policy import settings
@@ -183,7 +184,7 @@ def _view(view: MiddleView, capture: Capture) -> dict[str, Any]:
     """An entry of `steps.middle`."""
     entry = {name: getattr(view, name, None) for name in _FIELDS}
     if view.signals is not None:
-        entry |= asdict(view.signals)
+        entry |= structs.asdict(view.signals)
     if view.topk is not None:
         entry |= {"topk_ids": view.topk.ids, "topk_logprobs": view.topk.logprobs}
     if capture is Capture.SIGNALS:

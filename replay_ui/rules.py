@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import fields
 
 from gateway.core import Mode, Signals
 from gateway.policy import Policy, State, decide, decide_early, decide_lookup
@@ -57,7 +59,7 @@ def policy_of(summary: Mapping[str, Any]) -> Policy | None:
 def state_of(row: Mapping[str, Any]) -> State | None:
     """The state recorded on a step, or None where it is not whole (capture levels, old tapes)."""
     known: dict[str, Any] = {f.name: row.get(f.name) for f in fields(State)}
-    if any(known[f.name] is None for f in fields(State) if f.default is MISSING):
+    if any(known[f.name] is None for f in fields(State) if f.required):
         return None
     return State(**known)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from gateway.core import (
     Action,

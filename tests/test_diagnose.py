@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from tape_fakes import SERVED, finished, passed, request, step
 
 from gateway.core import Action, Counts, Outcome, Reason, Signals, Tick, Tier
@@ -36,7 +37,7 @@ class Tape:
         end = finished(counts=replace(FINE, **changes), **times)
         trace = Trace(request(id, arm=arm, prompt_ids=(1,) * 50, received=times["received"]), SERVED)
         self.recorder.on_admit(trace)
-        self.recorder.on_tick(Tick(0, None, [], [replace(s, request_id=id) for s in steps]))
+        self.recorder.on_tick(Tick(0, None, [], [structs.replace(s, request_id=id) for s in steps]))
         for p in passes:
             self.recorder.on_tick(Tick(0, replace(p, ts=1000.5)))
         self.recorder.on_finish(replace(trace, finished=end))

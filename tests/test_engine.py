@@ -628,7 +628,7 @@ def signature(answer: Answer) -> list[tuple[object, ...]]:
     """What the tape says but for when, in which pass and in what company."""
     when_and_where = ("tick", "pass_id", "batch_rows", "small_kv", "large_kv", "latency_us", "ts")
     return [
-        tuple(getattr(row, name) for name in Step.__dataclass_fields__ if name not in when_and_where)
+        tuple(getattr(row, name) for name in Step.__struct_fields__ if name not in when_and_where)
         for row in answer.tape
     ]
 

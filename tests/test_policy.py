@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.core import Accept, Action, Mode, Reason, Signals
 from gateway.policy import EMA_DECAY, Decision, History, Policy, State, decide, decide_early, f32, score
@@ -43,7 +44,7 @@ def state(**fields: object) -> State:
     given = State(
         idx=20, draft_pos=0, draft_limit=5, run_length=0, guard_value=0.0, ema_acceptance=1.0, large_used=0
     )
-    return replace(given, **fields)
+    return structs.replace(given, **fields)
 
 
 SURE, UNSURE = Signals(0.9, 0.875, 0.25), Signals(0.5, 0.125, 2.0)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from tape_fakes import SERVED, Script, finished, passed, record, request, step
 
 from gateway.core import (
@@ -119,7 +120,7 @@ def test_the_last_word_on_a_step_wins(recorder, flushed_between):
     recorder.on_tick(Tick(0, None, [], [kept, step("r", 1)]))
     if flushed_between:
         recorder.flush()
-    recorder.on_tick(Tick(1, None, [], [], [replace(kept, large_choice=70, audit_agrees=False)]))
+    recorder.on_tick(Tick(1, None, [], [], [structs.replace(kept, large_choice=70, audit_agrees=False)]))
 
     rows = recorder.reader().steps("r").select(["seq", "large_choice", "audit_agrees"]).to_pylist()
 
@@ -179,7 +180,7 @@ def test_a_late_audit_reaches_the_request_row(recorder):
     recorder.on_tick(Tick(0, None, [], [kept]))
     recorder.on_finish(replace(trace(), finished=finished()))
     before = recorder.reader().trace("r")
-    label = replace(kept, audit_agrees=True, audit_source="posthoc")
+    label = structs.replace(kept, audit_agrees=True, audit_source="posthoc")
     recorder.on_tick(Tick(1, None, [], [], [label], [Settled("r", 0, AuditStatus.COMPLETE)]))
     after = recorder.reader().trace("r")
 

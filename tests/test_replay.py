@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tape_fakes import Script
 
 from gateway.core import Accept, Action, Mode, Outcome, Reason, Tier
@@ -147,7 +148,7 @@ def test_a_changed_policy_is_found():
 def test_a_draft_accepted_against_the_large_model_is_found_under_exact():
     script = Script(Policy(), seed=2).run()
     at = next(i for i, r in enumerate(script.rows) if r.outcome is Outcome.ACCEPTED)
-    script.rows[at] = replace(script.rows[at], large_choice=script.rows[at].token_id + 1)
+    script.rows[at] = structs.replace(script.rows[at], large_choice=script.rows[at].token_id + 1)
 
     found = replay(*recorded(script)).mismatches
 
@@ -157,7 +158,7 @@ def test_a_draft_accepted_against_the_large_model_is_found_under_exact():
 def test_a_decision_without_signals_is_found():
     script = Script(Policy(protect_first=0), seed=2).run()
     at = next(i for i, r in enumerate(script.rows) if r.action is Action.KEEP)
-    script.rows[at] = replace(script.rows[at], signals=None)
+    script.rows[at] = structs.replace(script.rows[at], signals=None)
 
     assert ("gap", at) in {(m.column, m.seq) for m in replay(*recorded(script)).mismatches}
 
@@ -167,7 +168,7 @@ def test_rows_whose_signals_came_later_replay_with_and_without_them():
     script = Script(Policy(threshold=0.0, protect_first=0, loop_limit=0), seed=3, agreement=1.0).run()
     assert {row.reason for row in script.rows} == {Reason.CONFIDENT, Reason.DRAFT_FULL}
     later = {"signals": None, "small_choice": None, "small_topk": None}
-    early = [replace(row, **later) if row.tier is Tier.LARGE else row for row in script.rows]
+    early = [structs.replace(row, **later) if row.tier is Tier.LARGE else row for row in script.rows]
 
     assert replay(*recorded(script)).mismatches == []
     assert replay(*recorded(replace(script, rows=early))).mismatches == []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.config import ConfigError, load_config
 from gateway.core import Action, Reason, Signals
@@ -92,7 +93,7 @@ def test_attention_and_position_terms():
     policy = Policy(gap_weight=0.5, attn_entropy_weight=-0.125, position_weight=0.5)
     assert score(policy, at, Signals(0.9, 0.5, 1.0, 1.0)) == 0.25 - 0.125 + 0.125
     assert score(policy, at, Signals(0.9, 0.5, 1.0)) == 0.375
-    assert score(policy, replace(at, idx=9999), Signals(0.9, 0.5, 1.0)) == 0.75
+    assert score(policy, structs.replace(at, idx=9999), Signals(0.9, 0.5, 1.0)) == 0.75
 
 
 def test_config_names_a_router_by_file(tmp_path: Path):
@@ -167,4 +168,4 @@ def test_the_fact_guard_defers_whatever_the_score():
     decision = decide(Policy(fact_guard=True), at, sure)
     assert (decision.action, decision.reason, decision.score) == (Action.DEFER, Reason.FACT_GUARD, 1.0)
     assert decide(Policy(), at, sure).action is Action.KEEP
-    assert decide(Policy(fact_guard=True), replace(at, fact_value=0.0), sure).action is Action.KEEP
+    assert decide(Policy(fact_guard=True), structs.replace(at, fact_value=0.0), sure).action is Action.KEEP

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
@@ -151,8 +151,8 @@ def test_plain_means_untouched() -> None:
     assert ask().plain
     for field in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
         assert not ask(**field).plain
-    assert not replace(ask(), banned=(1,)).plain
-    assert not replace(ask(), small_penalty=1.1).plain
+    assert not structs.replace(ask(), banned=(1,)).plain
+    assert not structs.replace(ask(), small_penalty=1.1).plain
 
 
 def test_a_hidden_state_is_given_in_float16_where_it_is_asked_for() -> None:

@@ -20,6 +20,7 @@ BUSY = """
     import sys, time
     from pathlib import Path
     from dataclasses import replace
+    from msgspec import structs
     from gateway.core import Tick
     from gateway.policy import Policy
     from logs.recorder import Recorder
@@ -35,7 +36,7 @@ BUSY = """
         trace = replace(script.trace(), request=replace(script.trace().request, id=id))
         recorder.on_admit(replace(trace, finished=None))
         for row in script.rows:
-            recorder.on_tick(Tick(0, None, [], [replace(row, request_id=id, ts=time.time())]))
+            recorder.on_tick(Tick(0, None, [], [structs.replace(row, request_id=id, ts=time.time())]))
             time.sleep(0.0005)
         recorder.on_finish(trace)
         count += 1

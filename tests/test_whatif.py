@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tape_fakes import Script
 
 from gateway.core import Accept, Action, Mode, Outcome
@@ -133,7 +134,9 @@ def test_more_protection_defers_the_prefix():
 
 def test_positions_the_small_model_never_read_are_unknown():
     script = Script(Policy(mode=Mode.LARGE_ONLY), seed=2).run()
-    script.rows[:] = [replace(row, signals=None, small_choice=None, audit_agrees=None) for row in script.rows]
+    script.rows[:] = [
+        structs.replace(row, signals=None, small_choice=None, audit_agrees=None) for row in script.rows
+    ]
 
     answer = asked(script, mode=Mode.ROUTED, protect_first=5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from gateway.api.answer import LogprobsWriter, prompt_logprobs
 from gateway.api.form import Answer
@@ -77,7 +77,7 @@ class CompletionForm(Answer):
         ended = delta.finished
         if ended is not None and ended.reason is FinishReason.STOP:
             ended = replace(ended, reason=FinishReason.LENGTH, stop=None)
-        return replace(delta, text="", steps=(), finished=ended)
+        return structs.replace(delta, text="", steps=(), finished=ended)
 
     def _choice(
         self, index: int, text: str, steps: tuple[Step, ...] | list[Step], finished: Finished | None
