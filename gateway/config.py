@@ -163,6 +163,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "default on, except for `tiny`, whose two models cost the same"
         ),
     ] = None
+    ride_along: Annotated[
+        bool,
+        Meta(
+            description="the large model also reads the token at which the small one deferred: where it would "
+            "have written that itself, the same pass gives one token more"
+        ),
+    ] = True
     prefix_slots: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(description="finished rows whose keys and values are kept for prompts that begin alike"),

@@ -27,8 +27,8 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
-BELIEVED = (0.7, 0.9, 0.7)
-"""What keep, hit and lookup_hit are taken for before anything was seen."""
+BELIEVED = (0.7, 0.9, 0.7, 0.5)
+"""What keep, hit, lookup_hit and ride_hit are taken for before anything was seen."""
 
 FORGET = 0.002
 """Share by which a pass without drafts brings them back to that, so that routing is tried again some day."""
@@ -79,7 +79,7 @@ class Load:
     to none while it says that they lose.
 
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
-    running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
+    ride_hit: chance that a deferred one is the large model's own; running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
     not always as fast as when it was measured.
     """
 
@@ -87,7 +87,7 @@ class Load:
         self.costs = dict(costs)
         self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
-        self.keep, self.hit, self.lookup_hit = BELIEVED
+        self.keep, self.hit, self.lookup_hit, self.ride_hit = BELIEVED
         self.spent_ms = 0.0
         self.large_only_ms = 0.0
         self.off_ms = 0.0
@@ -131,6 +131,18 @@ class Load:
             self._lookup_best[num_rows] = best
         return self._lookup_best[num_rows]
 
+    def ride_pays(self, num_rows: int) -> bool:
+        """Whether a deferred token should ride along with the large pass: it costs its share of that, and
+        saves a token's pass where it stands."""
+        large = self.costs[Tier.LARGE]
+        drafts = min(self.longest, self.keep / (1 - self.keep)) if self.keep < 1 else self.longest
+        with_drafts = num_rows * (1 + drafts)
+        return large(with_drafts + num_rows) - large(with_drafts) < self.ride_hit * large(num_rows)
+
+    def saw_ride(self, stood: bool) -> None:
+        """A deferred token that rode along was the large model's own, or was not."""
+        self.ride_hit = EMA * self.ride_hit + (1 - EMA) * stood
+
     def best(self, num_rows: int) -> tuple[int, float]:
         """The draft length with the most expected tokens per ms, and its speed-up over large-only."""
         if num_rows not in self._best:
@@ -154,11 +166,16 @@ class Load:
         good, small = self.keep * self.hit, self._ms(Tier.SMALL, num_rows)
         # The first proposal also reads the large model's last token.
         small_ms = self._ms(Tier.SMALL, 2 * num_rows)
-        tokens, reach, drafted = 1.0, 1.0, 0.0
+        ride = self.ride_hit if self.ride_pays(num_rows) else 0.0
+        tokens, reach, drafted, rode, riders = 1.0, 1.0, 0.0, 0.0, 0.0
         for k in range(1, self.longest + 1):
+            # A round that ends with a deferral before its k-th draft has one more token where that rode well.
+            rode += good ** (k - 1) * (1 - self.keep) * ride
+            riders += reach * (1 - self.keep) if ride else 0.0
             tokens += good**k
             drafted += reach * self.keep
-            yield Round(k, tokens, small_ms, self._ms(Tier.LARGE, num_rows * (1 + drafted)))
+            large_ms = self._ms(Tier.LARGE, num_rows * (1 + drafted + riders))
+            yield Round(k, tokens + rode, small_ms, large_ms)
             reach *= self.keep
             small_ms += reach * small
 
@@ -186,8 +203,8 @@ class Load:
                 self.spent_ms = self.large_only_ms = self._since_off_ms = 0.0
             return
         if self.cap(num_rows) == 0:
-            seen = (self.keep, self.hit, self.lookup_hit)
-            self.keep, self.hit, self.lookup_hit = (
+            seen = (self.keep, self.hit, self.lookup_hit, self.ride_hit)
+            self.keep, self.hit, self.lookup_hit, self.ride_hit = (
                 (1 - FORGET) * now + FORGET * then for now, then in zip(seen, BELIEVED, strict=True)
             )
         self._since_off_ms += ms

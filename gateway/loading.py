@@ -103,6 +103,7 @@ class EngineOptions(TypedDict, total=False):
     prefixes: PrefixCache | None
     degrades: bool
     draft_ahead: bool
+    ride_along: bool
 
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
@@ -120,6 +121,7 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
             load=loaded.load(),
             degrades=config.remote.on_large_failure == "degrade",
             draft_ahead=config.remote.draft_ahead,
+            ride_along=engine.ride_along,
             answers=_answers(config, loaded.tokenizer),
             prefixes=PrefixCache(engine.prefix_slots),
         ),

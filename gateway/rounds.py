@@ -20,7 +20,7 @@ from gateway.policy import Decision, decide, decide_lookup
 from gateway.review import review
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading
-from gateway.steps import large_step, new_step, proposal_step, recovered_step, small_view
+from gateway.steps import bonus_step, large_step, new_step, proposal_step, recovered_step, small_view
 
 UNVERIFIED = frozenset({Reason.BUDGET, Reason.DEGRADED})
 """Rules that let the small model's token stand although the policy verifies."""
@@ -187,11 +187,25 @@ class Rounds:
             self.load.saw_proposal(decision.action is Action.KEEP)
         if decision.action is Action.KEEP:
             row.append(proposal.token)
-        elif row.drafts_ahead and not row.ahead:
+        elif not row.ahead and (row.drafts_ahead or self._may_ride(row, decision)):
             row.ahead.append((reading, stamp))
         self._go_on(Tier.SMALL, row, proposal, decision, out, tick)
         if row.finished is None and decision.action is Action.KEEP:
             self._route(row, tick)
+
+    def _may_ride(self, row: Row, decision: Decision) -> bool:
+        """Whether the large model should read the deferred token along with the drafts: where it writes the
+        same, it has read one token more in the same pass and writes that one too. Not in a loop, of which
+        each position is to be told."""
+        policy, history = row.request.policy, row.history
+        budget = policy.large_token_budget
+        return (
+            row.rides
+            and decision.reason is not Reason.LOOP_GUARD
+            and len(history.tokens) + 2 <= row.most_tokens
+            and (budget is None or history.large_used + 2 <= budget)
+            and (self.load is None or self.load.ride_pays(self.num_decoding))
+        )
 
     def _go_on(
         self, tier: Tier, row: Row, proposal: Proposal, decision: Decision, out: Output, tick: Tick
@@ -260,12 +274,13 @@ class Rounds:
                 rest.append(reading)
             else:
                 tick.restated.append(label(row, seq, reading))
-        if row.finished is None and len(rest) == len(row.drafts) + 1:
+        if row.finished is None and len(rest) == len(row.drafts) + 1 + row.riders:
             self._resolve(row, rest, stamp, out, tick)
 
     def _resolve(self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick) -> None:
-        """Accept a prefix of the drafts, then write the large model's own token behind it."""
-        drafts = list(row.drafts)
+        """Accept a prefix of the drafts, then write the large model's own token behind it, and one more where
+        the token that rode along was just that."""
+        drafts, rider = list(row.drafts), row.ahead[0][0].token if row.riders else None
         num = num_accepted(row.request.policy, [d.token for d in drafts], readings)
         if drafts:
             row.counts.num_drafts += 1
@@ -303,11 +318,25 @@ class Rounds:
         lacks = step.signals is None and row.request.policy.mode.runs_small
         row.owe(step, signals=lacks and step.reason is not Reason.LOAD, label=False)
         self._write(row, step, out, tick)
+        if rider is not None and num == len(drafts):
+            stands = large.token == rider
+            if self.load is not None:
+                self.load.saw_ride(stands)
+            if stands and row.finished is None:
+                self._add_bonus(row, readings[num + 1], stamp, out, tick)
         row.round += 1
         if row.finished is None:
             self._route(row, tick)
         while row.finished is None and row.tier is Tier.SMALL and row.ahead:
             self._propose(row, *row.ahead[0], out, tick)
+
+    def _add_bonus(self, row: Row, large: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
+        """The large model's token behind a deferred one that rode along and stood."""
+        step = bonus_step(row, large, stamp)
+        row.history.resolve(0, large.token)
+        row.append(large.token)
+        row.owe(step, signals=True, label=False)
+        self._write(row, step, out, tick)
 
     def _write(self, row: Row, step: Step, out: Output, tick: Tick) -> None:
         write(row, step, out, tick, self.clock)

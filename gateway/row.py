@@ -91,7 +91,8 @@ class Row:
     model's view. masks: output position -> what the grammar allowed there, while a model may still be asked.
     flying: its verification is under way elsewhere. drafts_ahead: the small model goes on meanwhile. ahead:
     what it says at the positions after the drafts, each read behind its own top token; good as long as the
-    text comes out that way. greedy_drafts: the small model proposes its top token, since a large model
+    text comes out that way. rides: these go along with the large model's pass, which then may write one token
+    more. greedy_drafts: the small model proposes its top token, since a large model
     elsewhere does not share its noise. degraded: the large model could not be had, the small one writes on.
     load_cap: most drafts that pay now. lookup_full: the drafts that wait for the small model's neighbour were
     looked up and are verified before more is drafted. shadowed: what routing would have done so far (mode
@@ -130,6 +131,7 @@ class Row:
     finished: Finished | None = None
     flying: bool = False
     drafts_ahead: bool = False
+    rides: bool = False
     ahead: deque[tuple[Reading, PassStamp]] = field(default_factory=deque)
     greedy_drafts: bool = False
     degraded: bool = False
@@ -244,10 +246,17 @@ class Row:
         return len(self.to_read(tier)) - self.seen[tier]
 
     def to_read(self, tier: Tier) -> list[int]:
-        """All that the tier is to read: the sequence, and for the small model the tokens it guessed ahead."""
-        if tier is not Tier.SMALL or not self.ahead:
+        """All that the tier is to read: the sequence, and what the small model guessed ahead where it goes on
+        from there or where that rides along."""
+        guessed = self.riders if tier is Tier.LARGE else len(self.ahead) if tier is Tier.SMALL else 0
+        if not guessed:
             return self.sequence
         return [*self.sequence, *(reading.token for reading, _ in self.ahead)]
+
+    @property
+    def riders(self) -> int:
+        """Guessed tokens that the large model reads behind the sequence."""
+        return len(self.ahead) if self.rides and self.finished is None else 0
 
     @property
     def looks_ahead(self) -> bool:
@@ -278,13 +287,15 @@ class Row:
         self.seen[Tier.SMALL] = min(self.seen[Tier.SMALL], len(self.sequence) - 1)
 
     def forget_ahead(self) -> None:
-        """The text comes out otherwise than guessed: the small model has read no more than the sequence."""
+        """The text comes out otherwise than guessed: no model has read more than the sequence."""
         self.ahead.clear()
-        self.seen[Tier.SMALL] = min(self.seen[Tier.SMALL], len(self.sequence))
+        for tier in self.seen:
+            self.seen[tier] = min(self.seen[tier], len(self.sequence))
 
     def num_together(self, tier: Tier) -> int:
-        """Last tokens that must be fed in one pass: drafts are verified at once."""
-        return len(self.history.tokens) - self._next_idx(tier) + 1
+        """Last tokens that must be fed in one pass: drafts are verified at once, with what rides along."""
+        riders = self.riders if tier is Tier.LARGE else 0
+        return len(self.history.tokens) + riders - self._next_idx(tier) + 1
 
     def num_wanted(self, tier: Tier, num_tokens: int) -> int:
         """Positions of a feed whose logits are wanted: where a written step lacks something, and the next."""

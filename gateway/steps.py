@@ -53,6 +53,13 @@ def large_step(row: Row, large: Reading, stamp: PassStamp) -> Step:
     return replace(step, **said, **_large_view(large.token, small, large), middle=middle, decision_no=no)
 
 
+def bonus_step(row: Row, large: Reading, stamp: PassStamp) -> Step:
+    """The token behind a deferred one that rode along and stood: nobody was asked to decide there."""
+    state = row.history.state(None, row.draft_limit(Tier.SMALL))
+    step = new_step(row, large.token, Tier.LARGE, Outcome.BONUS, None, state, stamp)
+    return replace(step, **_large_view(large.token, None, large))
+
+
 def undecided(row: Row) -> tuple[State, Decision | None, int | None]:
     """What the lowest level decided where the round ended, in which state; nothing where it was not asked,
     because drafts were full further up, or where what it looked up has a row of its own."""

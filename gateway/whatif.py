@@ -253,7 +253,8 @@ def _push(
 def _push_given(history: History, rows: Rows, i: int) -> None:
     token = rows.token_id[i] or 0
     if rows.tier[i] is Tier.LARGE:
-        history.resolve(0, token)
+        # What these settings would have drafted before it stands: the text is the recorded one.
+        history.resolve(history.num_drafts, token)
     else:
         history.keep(token)
 

@@ -17,7 +17,7 @@ OUTCOMES = {
     "kept": "kept without being checked",
     "accepted": "drafted, and the large model let it stand",
     "recovered": "the large model's token after it rejected a draft",
-    "bonus": "the large model's token after a full draft",
+    "bonus": "one token more of the large model's, from the same pass",
     "large": "left to the large model",
     "forced": "given with the fork, not decoded",
     "rejected": "drafted, and a stronger model refused it",

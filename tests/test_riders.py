@@ -1,0 +1,111 @@
+"""A deferred token that rides along with the large model's pass, over scripted models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from fakes import Answer, Logits, ask_for, decode_one, fake_engine, near, noise_logits
+
+from gateway.core import Accept, Mode, Outcome, Reason, Tier
+from gateway.load import CostTable, Load
+from gateway.policy import Policy
+from gateway.recorded import COLUMNS
+from gateway.replay import replay
+from gateway.whatif import what_if
+from logs.rows import Capture, step_table
+
+VOCAB = 8
+LARGE = noise_logits(1, VOCAB)
+OTHER = noise_logits(3, VOCAB)
+UNSURE = Policy(protect_first=0, threshold=1.0, lookup=False)
+"""No gap reaches the threshold: the large model writes everything."""
+
+
+def run(small: Logits, policy: Policy, num: int = 12, **options: object) -> Answer:
+    engine = fake_engine(small, LARGE, vocab_size=VOCAB, **options)
+    return decode_one(engine, ask_for(policy=policy, max_tokens=num))
+
+
+def large_passes(answer: Answer) -> int:
+    assert answer.finished is not None
+    return answer.finished.counts.large_passes
+
+
+@pytest.mark.parametrize("accept", list(Accept))
+def test_where_the_models_agree_a_pass_writes_two_tokens(accept: Accept) -> None:
+    policy = replace(UNSURE, accept=accept)
+    rode, alone = run(LARGE, policy), run(LARGE, policy, ride_along=False)
+    assert rode.tokens == alone.tokens
+    assert (large_passes(rode), large_passes(alone)) == (6, 12)
+    for first, second in zip(rode.output[::2], rode.output[1::2], strict=True):
+        assert (first.tier, first.outcome, first.reason) == (Tier.LARGE, Outcome.LARGE, Reason.LOW_CONFIDENCE)
+        assert first.small_choice == first.token_id and first.audit_agrees
+        assert (second.tier, second.outcome, second.action) == (Tier.LARGE, Outcome.BONUS, None)
+        assert second.round == first.round and second.pass_id == first.pass_id
+    # What the small model says at a bonus position comes later, and is the same as where it was asked at once.
+    assert [step.signals for step in rode.output] == [step.signals for step in alone.output]
+
+
+def test_a_rider_that_falls_costs_nothing_but_its_place() -> None:
+    rode, alone = run(OTHER, UNSURE), run(OTHER, UNSURE, ride_along=False)
+    assert rode.tokens == alone.tokens == run(OTHER, Policy(mode=Mode.LARGE_ONLY)).tokens
+    agree = [step.small_choice == step.large_choice for step in alone.output]
+    assert not all(agree)
+    assert large_passes(rode) == sum(step.outcome is Outcome.LARGE for step in rode.output)
+
+
+def test_a_bonus_never_passes_the_last_token_or_the_budget() -> None:
+    for num in (1, 2, 3, 5):
+        assert len(run(LARGE, UNSURE, num).tokens) == num
+    for budget in (1, 2, 3, 4):
+        policy = replace(UNSURE, accept=Accept.TRUST, large_token_budget=budget)
+        tiers = [step.tier for step in run(LARGE, policy).output]
+        assert tiers == [*[Tier.LARGE] * budget, *[Tier.SMALL] * (12 - budget)]
+
+
+def test_in_a_loop_nothing_rides() -> None:
+    looping = Policy(protect_first=0, threshold=0.0, loop_ngram=1, loop_limit=1, lookup=False)
+    answer = run(LARGE, looping, 30)
+    assert any(step.reason is Reason.LOOP_GUARD for step in answer.output)
+    assert all(step.action is not None for step in answer.output)
+
+
+@pytest.mark.parametrize("accept", list(Accept))
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.6])
+def test_what_rode_replays_and_asks_what_if_without_a_flip(accept: Accept, threshold: float) -> None:
+    policy = Policy(protect_first=1, accept=accept, threshold=threshold)
+    small = near(LARGE, 2, 1.0)
+    answer = run(small, policy, 40)
+    undecided = [s.idx for s in answer.output if s.outcome is Outcome.BONUS and s.action is None]
+    assert undecided
+    row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
+    steps = step_table(answer.tape, [1] * len(answer.tape), Capture.FULL).select(COLUMNS)
+    assert replay(row, steps).mismatches == []
+    asked = what_if(row, steps, policy)
+    assert (asked.flips, asked.exact_until, asked.unknown) == ([], None, [])
+    assert set(undecided).isdisjoint(decision["idx"] for decision in asked.decisions)
+    # Under settings that keep everything the positions are still those of the recorded text.
+    kept = what_if(row, steps, replace(policy, threshold=0.0, max_small_run=100, draft_length=50))
+    assert [decision["idx"] for decision in kept.decisions] == [d["idx"] for d in asked.decisions]
+
+
+def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() -> None:
+    flat = CostTable((1, 128), (50.0, 50.0))
+    steep = CostTable((1, 100), (10.0, 1000.0))
+    small = CostTable((1, 128), (10.0, 10.0))
+    below, above = (Load({Tier.SMALL: small, Tier.LARGE: large}) for large in (flat, steep))
+    assert below.ride_pays(1)
+    # At ten a token a rider costs as much as it saves when it always stands.
+    assert not above.ride_pays(1)
+    for _ in range(400):
+        below.saw_ride(False)
+    assert below.ride_pays(1), "in a flat pass even a slim chance is free"
+
+
+def test_an_expected_round_counts_what_rides() -> None:
+    load = Load({Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))})
+    load.keep, load.hit, load.ride_hit = 0.5, 1.0, 0.4
+    first = next(load.rounds(1))
+    # Kept (one half): draft and bonus. Deferred (one half): the large model's token, and .4 of another.
+    assert first.tokens == pytest.approx(0.5 * 2 + 0.5 * 1.4)
