@@ -166,8 +166,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ride_along: Annotated[
         bool,
         Meta(
-            description="the large model also reads the token at which the small one deferred: where it would "
-            "have written that itself, the same pass gives one token more"
+            description="the large model also reads the token at which the small one deferred: where it "
+            "would have written that itself, the same pass gives one token more"
         ),
     ] = True
     prefix_slots: Annotated[

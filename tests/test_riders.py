@@ -40,10 +40,12 @@ def test_where_the_models_agree_a_pass_writes_two_tokens(accept: Accept) -> None
     assert (large_passes(rode), large_passes(alone)) == (6, 12)
     for first, second in zip(rode.output[::2], rode.output[1::2], strict=True):
         assert (first.tier, first.outcome, first.reason) == (Tier.LARGE, Outcome.LARGE, Reason.LOW_CONFIDENCE)
-        assert first.small_choice == first.token_id and first.audit_agrees
+        assert first.small_choice == first.token_id
+        assert first.audit_agrees
         assert (second.tier, second.outcome, second.action) == (Tier.LARGE, Outcome.BONUS, None)
-        assert second.round == first.round and second.pass_id == first.pass_id
-    # What the small model says at a bonus position comes later, and is the same as where it was asked at once.
+        assert second.round == first.round
+        assert second.pass_id == first.pass_id
+    # What the small model says at a bonus position comes later, and is the same as if asked at once.
     assert [step.signals for step in rode.output] == [step.signals for step in alone.output]
 
 
@@ -104,7 +106,8 @@ def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() ->
 
 
 def test_an_expected_round_counts_what_rides() -> None:
-    load = Load({Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))})
+    tables = {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
+    load = Load(tables)
     load.keep, load.hit, load.ride_hit = 0.5, 1.0, 0.4
     first = next(load.rounds(1))
     # Kept (one half): draft and bonus. Deferred (one half): the large model's token, and .4 of another.
