@@ -79,8 +79,8 @@ class Load:
     to none while it says that they lose.
 
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
-    ride_hit: chance that a deferred one is the large model's own; running averages. pace: how much longer than
-    its table a tier's passes take now, since a shared machine is not always as fast as when it was measured.
+    ride_hit: chance that a deferred one is the large model's own; running averages. pace: how much longer
+    than its table a tier's passes take now: a shared machine is not always as fast as when it was measured.
     """
 
     def __init__(self, costs: Mapping[Tier, CostTable], longest: int = 32) -> None:
