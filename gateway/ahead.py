@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gateway.layout import Feed
 from gateway.local import Local, Model, feeds_of
-from gateway.sampling import Reading, read
+from gateway.sampling import Reading, look, read
 from gateway.static_decoder import Drafts
 from gateway.tier import Job, Scored
 
@@ -84,15 +84,16 @@ class Ahead:
         if not all(map(_plain, jobs)):
             return self.local.score(jobs)
         feeds = feeds_of(jobs)
+        asks = [ask for job in jobs for ask in job.asks] + [job.asks[-1] for job in jobs] * self.steps
         began = time.perf_counter()
         drafts = self.model.draft(feeds, self.steps, self.vocab_size)
         if drafts is None:
             return self.local.score(jobs)
-        ms = (time.perf_counter() - began) * 1e3
         said, fed = drafts
-        asks = [ask for job in jobs for ask in job.asks] + [job.asks[-1] for job in jobs] * self.steps
         logits = said.logits[:, : self.vocab_size]
-        flat = iter(read(logits, asks, said.attn_entropy, summarize=self.model.summarize))
+        numbers = look(logits, asks, said.attn_entropy, summarize=self.model.summarize)
+        ms = (time.perf_counter() - began) * 1e3
+        flat = iter(read(logits, asks, numbers))
         readings = [[next(flat) for _ in job.asks] for job in jobs]
         behind = list(flat)
         for row, (job, tokens) in enumerate(zip(jobs, fed.T.tolist(), strict=True)):

@@ -244,10 +244,12 @@ class Engine:
 
     def _near(self) -> list[Row]:
         """Rows that a tier here can take forward now."""
-        return [row for row in self.rows if row.looks_ahead or not row.flying]
+        return [row for row in self.rows if not row.flying or row.looks_ahead]
 
     def _send_off(self, tick: Tick) -> None:
         """Every row that waits for a tier elsewhere is asked about there, whatever the others do."""
+        if not self.distant:
+            return
         for row in [r for r in self.rows if not r.flying and r.tier in self.distant]:
             name, start = row.tier, row.seen[row.tier]
             num = row.num_unseen(name)

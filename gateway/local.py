@@ -1,4 +1,4 @@
-"""A model in this process as a tier: one forward, then its logits are read as the asks say."""
+"""A model in this process as a tier: one forward, whose logits are read as the asks say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gateway.core import Tier
 from gateway.layout import Feed, Forward
-from gateway.sampling import read
+from gateway.sampling import look, read
 from gateway.summary import Summarize
 from gateway.tier import Job, Scored
 
@@ -35,14 +35,15 @@ class Local:
         self.vocab_size = vocab_size
 
     def score(self, jobs: Sequence[Job]) -> Scored:
-        """One forward over all jobs; ms is the forward's."""
+        """One forward over all jobs; ms is the forward's, until its numbers are on the host."""
         feeds = feeds_of(jobs)
+        asks = [ask for job in jobs for ask in job.asks]
         began = time.perf_counter()
         logits, attn_entropy, hidden = self.model.forward(feeds)
+        logits = logits[:, : self.vocab_size]
+        numbers = look(logits, asks, attn_entropy, hidden, self.model.summarize)
         ms = (time.perf_counter() - began) * 1e3
-        asks = [ask for job in jobs for ask in job.asks]
-        said = read(logits[:, : self.vocab_size], asks, attn_entropy, hidden, self.model.summarize)
-        flat = iter(said)
+        flat = iter(read(logits, asks, numbers))
         return Scored([[next(flat) for _ in job.asks] for job in jobs], ms)
 
     def copy_prefix(self, source: tuple[int, ...], target: tuple[int, ...], length: int) -> None:

@@ -84,6 +84,8 @@ class Row:
 
     sequence: prompt, output and waiting drafts. seen[tier]: how many of `sequence` the tier's cache holds.
     levels: the models below the large one, weakest first; policies: what each of them decides by.
+    num_prompt: prompt tokens; most_tokens: how many this choice may write at all. spelt: the bytes of each
+    token behind the prompt. shaped: whether the request's parameters reshape the logits.
     drafts: kept proposals that wait for verification, those that came furthest up first. deferred: the
     proposal that ended the round, if there was one. passed: decisions taken without a proposal, one a tier.
     num_decisions: decisions numbered so far. open: written steps that still lack something, by seq;
@@ -112,6 +114,10 @@ class Row:
     tier: Tier = Tier.LARGE
     levels: tuple[Tier, ...] = field(init=False)
     policies: dict[Tier, Policy] = field(init=False)
+    num_prompt: int = field(init=False)
+    most_tokens: int = field(init=False)
+    spelt: list[bytes] = field(init=False)
+    shaped: bool = field(init=False)
     drafts: list[Proposal] = field(default_factory=list)
     deferred: Proposal | None = None
     passed: list[Passed] = field(default_factory=list)
@@ -140,13 +146,12 @@ class Row:
     def __post_init__(self) -> None:
         self.levels = tuple(tier for tier in MODELS if tier in self.seen and tier is not Tier.LARGE)
         self.policies = {tier: self.request.policy.at(tier) for tier in self.levels}
+        self.num_prompt = len(self.request.prompt_ids)
+        self.most_tokens = min(self.request.sampling.max_tokens, self.max_len - self.num_prompt)
+        self.spelt = [self.tokenizer.token_bytes(token) for token in self.sequence[self.num_prompt :]]
+        self.shaped = self.request.sampling.shapes_logits
         if len(self.levels) > 1:
             self.counts.middle_tokens = self.counts.middle_passes = 0
-
-    @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_ids)
 
     @property
     def noise_choice(self) -> int:
@@ -159,11 +164,6 @@ class Row:
         """Tokens this choice may still write."""
         return self.most_tokens - self.history.num_written
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens this choice may write at all."""
-        return min(self.request.sampling.max_tokens, self.max_len - self.num_prompt)
-
     def above(self, tier: Tier) -> Tier:
         """The next stronger model."""
         return (*self.levels, Tier.LARGE)[self.levels.index(tier) + 1]
@@ -174,9 +174,9 @@ class Row:
 
     def room(self, tier: Tier) -> int:
         """Tokens that the tier above may still take from this one, its own included."""
-        above = self.above(tier)
-        if above is Tier.LARGE:
+        if tier is self.levels[-1]:
             return self.num_left
+        above = self.above(tier)
         return min(self.num_left, self.draft_limit(above) - self.history.num_waiting(above))
 
     def draft_limit(self, tier: Tier) -> int:
@@ -205,19 +205,18 @@ class Row:
         self._forget_masks()
         self.passed = []
         mode = self.request.policy.mode
-        waiting = {tier: self.history.num_waiting(tier) for tier in self.levels}
-        limits = {tier: self.draft_limit(tier) for tier in self.levels}
-        full = [i for i, tier in enumerate(self.levels) if 0 < waiting[tier] >= limits[tier]]
+        tiers = [(t, self.history.num_waiting(t), self.draft_limit(t)) for t in self.levels]
+        full = next((i for i, (_, waiting, limit) in enumerate(tiers) if 0 < waiting >= limit), 0)
         # Below a tier without room a single waiting draft is a full one.
-        for tier in self.levels[min(full, default=0) :]:
-            state = self.history.state(None, limits[tier], tier=tier)
+        for tier, waiting, limit in tiers[full:]:
+            state = self.history.state(None, limit, tier=tier)
             # In shadow the large model writes everything; what routing would have done is filled in later.
             early = MODE if mode is Mode.SHADOW else decide_early(self.policies[tier], state)
             if early is None:
                 self.tier = tier
                 return
             self.passed.append(Passed(tier, early, state, self.number()))
-            if waiting[tier]:
+            if waiting:
                 self.tier = self.above(tier)
                 return
             if early.reason is Reason.MODE:
@@ -226,6 +225,8 @@ class Row:
 
     def _forget_masks(self) -> None:
         """Drop the masks of positions at which no model will be asked again."""
+        if not self.masks:
+            return
         written = self.history.num_written
         self.masks = {
             p: mask
@@ -238,6 +239,7 @@ class Row:
         if self.ahead and self.ahead.popleft()[0].token != token:
             self.forget_ahead()
         self.sequence.append(token)
+        self.spelt.append(self.tokenizer.token_bytes(token))
         if self.constraint is not None:
             self.constraint.advance(token)
 
@@ -313,6 +315,8 @@ class Row:
 
     def take_prompt(self, views: list[tuple[int, Reading]]) -> list[tuple[int, Reading]]:
         """Keep what was read of the prompt (negative positions); the views of output positions are left."""
+        if not views or views[0][0] >= 0:
+            return views
         for position, reading in views:
             if position < 0:
                 token = self.sequence[self.num_prompt + position]
@@ -327,9 +331,8 @@ class Row:
 
     def fact_value(self, position: int, proposal: int) -> float:
         """1 where a proposal for an output position looks like part of a fact, else 0."""
-        end = self.num_prompt + position
-        before = self.sequence[max(self.num_prompt, end - LOOK_BACK) : end]
-        text = b"".join(map(self.tokenizer.token_bytes, before)).decode("utf-8", "replace")
+        before = self.spelt[max(0, position - LOOK_BACK) : position]
+        text = b"".join(before).decode("utf-8", "replace")
         token = self.tokenizer.token_bytes(proposal).decode("utf-8", "replace")
         return float(looks_like_fact(text, token))
 
@@ -418,7 +421,7 @@ class Row:
         penalty = policy.small_repetition_penalty if small else 1.0
         if small and self.greedy_drafts and not self.degraded:
             sampling = replace(sampling, temperature=0.0)
-        shaped = sampling.shapes_logits or penalty != 1.0
+        shaped = self.shaped or penalty != 1.0
         return Ask(
             sampling=sampling,
             choice=self.noise_choice,
@@ -454,9 +457,11 @@ class Row:
             self.masks = {p: mask for p, mask in self.masks.items() if p <= end - self.num_prompt}
         if end < len(self.sequence):
             self.forget_ahead()
-        del self.sequence[end:]
-        for tier in self.seen:
-            self.seen[tier] = min(self.seen[tier], end + len(self.ahead))
+            del self.sequence[end:], self.spelt[end - self.num_prompt :]
+        known = end + len(self.ahead)
+        for tier, seen in self.seen.items():
+            if seen > known:
+                self.seen[tier] = known
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec import Struct
@@ -76,20 +76,36 @@ class Reading(Struct, frozen=True):
     allowed: bool = False
 
 
+class Numbers(NamedTuple):
+    """What a pass says at each of its asks, in numbers on the host.
+
+    values: top1_p, gap, entropy, p_draft, the largest logit, norm. argmax, ids, logprobs: as in Summary.
+    attn_entropies, states: a last layer's, a hidden state in float16, where there are any.
+    """
+
+    values: list[list[float]]
+    argmax: list[int]
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    attn_entropies: list[float | None]
+    states: list[bytes | None]
+
+
 @torch.inference_mode()
-def read(
+def look(
     logits: Tensor,
     asks: Sequence[Ask],
     attn_entropy: Tensor | None = None,
     hidden: Tensor | None = None,
     summarize: Summarize = by_torch,
-) -> list[Reading]:
-    """One Reading per row of `logits` [rows, vocab] float32; shaped rows are rewritten in place.
+) -> Numbers:
+    """The last part of a pass: `logits` [rows, vocab] float32, one row an ask, become numbers on the host.
 
-    In inference mode because the models' logits are inference tensors, which may only be written there.
+    Shaped rows are rewritten in place; in inference mode because the models' logits are inference tensors,
+    which may only be written there. Waits for the device.
     """
     if not asks:
-        return []
+        return Numbers([], [], [], [], [], [])
     for i, ask in enumerate(asks):
         if not ask.plain:
             logits[i] = shape(logits[i], ask)
@@ -99,17 +115,29 @@ def read(
     top_p = top_logprobs[:, :2].exp()
     drafts = torch.tensor([0 if ask.draft is None else ask.draft for ask in asks], device=logits.device)
     p_draft = (logits.gather(1, drafts[:, None]) - norm).exp()
-    numbers = torch.cat(
+    values = torch.cat(
         [top_p[:, :1], top_p[:, :1] - top_p[:, 1:], said.entropy[:, None], p_draft, said.top[:, :1], norm],
         dim=1,
     ).tolist()
-    argmax, ids, logprobs = said.argmax.tolist(), said.ids.tolist(), top_logprobs.tolist()
-    entropies = None if attn_entropy is None else attn_entropy.tolist()
-    states = _float16(hidden, [ask.hidden for ask in asks])
+    return Numbers(
+        values,
+        said.argmax.tolist(),
+        said.ids.tolist(),
+        top_logprobs.tolist(),
+        [None] * len(asks) if attn_entropy is None else attn_entropy.tolist(),
+        _float16(hidden, [ask.hidden for ask in asks]),
+    )
+
+
+@torch.inference_mode()
+def read(logits: Tensor, asks: Sequence[Ask], numbers: Numbers) -> list[Reading]:
+    """One Reading an ask, from what `look` made of the same logits; tokens are drawn where that is asked."""
     readings = []
-    for i, ask in enumerate(asks):
-        p1, p_gap, entropy, of_draft, top, log_total = numbers[i]
-        token, p_token, allowed = argmax[i], p1, of_draft > 0.0
+    for i, (ask, token, ids, logprobs, attn_entropy, state) in enumerate(
+        zip(asks, *numbers[1:], strict=True)
+    ):
+        p1, p_gap, entropy, of_draft, top, log_total = numbers.values[i]
+        p_token, allowed = p1, of_draft > 0.0
         if ask.sampling.temperature > 0:
             chances = Chances.of(logits[i], ask.sampling, top)
             token = chances.draw(ask.sampling.seed, ask.choice, ask.position)
@@ -119,8 +147,8 @@ def read(
             Reading(
                 token=token,
                 p_token=p_token,
-                signals=Signals(p1, p_gap, entropy, None if entropies is None else entropies[i], states[i]),
-                topk=TopK(tuple(ids[i][: ask.num_topk]), tuple(logprobs[i][: ask.num_topk])),
+                signals=Signals(p1, p_gap, entropy, attn_entropy, state),
+                topk=TopK(tuple(ids[: ask.num_topk]), tuple(logprobs[: ask.num_topk])),
                 p_draft=None if ask.draft is None else of_draft,
                 allowed=ask.draft is not None and allowed,
             )

@@ -47,7 +47,7 @@ class Job:
 
 class Scored(NamedTuple):
     """readings: for each job, in order, one for each of its asks. ms: wall time of the model's own pass,
-    without what was done around it (drawing tokens on the host, waiting for a turn)."""
+    its logits' reading included, without what was done around it (drawing tokens, waiting for a turn)."""
 
     readings: list[list[Reading]]
     ms: float

@@ -32,6 +32,7 @@ from gateway.policy import Policy, f32
 from gateway.recorded import COLUMNS
 from gateway.replay import replay
 from gateway.request import Request
+from gateway.sampling import Ask, Reading, look, read
 from gateway.scheduler import Scheduler
 from gateway.summary import by_torch
 from logs.rows import Capture, step_table
@@ -106,6 +107,11 @@ class ScriptedModel:
 
     def _at(self, feed: Feed, position: int) -> tuple[int, int]:
         return feed.blocks[position // self.block_size], position % self.block_size
+
+
+def look_and_read(logits: torch.Tensor, asks: Sequence[Ask], *more: torch.Tensor | None) -> list[Reading]:
+    """Both halves of reading logits, as a tier does them; more: attention entropies, hidden states."""
+    return read(logits, asks, look(logits, asks, *more))
 
 
 def noise_logits(seed: int, vocab_size: int, *, memory: int = 3, scale: float = 2.0) -> Logits:

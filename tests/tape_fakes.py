@@ -252,7 +252,7 @@ class Script:
 def record(recorder, script: Script, rows_per_tick: int = 7) -> None:
     """Hand a finished script to an observer, tick by tick."""
     trace = script.trace()
-    recorder.on_admit(replace(trace, finished=None))
+    recorder.on_admit(Trace(trace.request, trace.served))
     for start in range(0, len(script.rows), rows_per_tick):
         number = start // rows_per_tick
         recorder.on_tick(Tick(number, passed(number), [], script.rows[start : start + rows_per_tick]))

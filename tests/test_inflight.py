@@ -20,6 +20,7 @@ from fakes import (
     check_replay,
     check_tape,
     fake_engine,
+    look_and_read,
     near,
     noise_logits,
     spelling,
@@ -36,7 +37,6 @@ from gateway.load import CostTable
 from gateway.local import local_tiers
 from gateway.policy import Policy
 from gateway.request import Request
-from gateway.sampling import read
 from gateway.scheduler import Scheduler
 from gateway.tier import Heard, Job, LargeFailed
 
@@ -83,7 +83,7 @@ class Far:
         model = ScriptedModel(VOCAB, self.logits, 64)
         num = len(job.prefix) + len(job.draft)
         out = model.forward([Feed((0,), 0, list(job.sequence[:num]), len(job.asks))])
-        future.set_result(Heard(read(out.logits, job.asks), 5.0))
+        future.set_result(Heard(look_and_read(out.logits, job.asks), 5.0))
 
 
 def far_engine(small: Logits = SMALL, large: Logits = LARGE, **options: Any) -> tuple[Engine, Far]:

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from fakes import look_and_read
 from msgspec import structs
 from transformers import (
     RepetitionPenaltyLogitsProcessor,
@@ -14,7 +15,7 @@ from transformers import (
 
 from gateway.core import Sampling
 from gateway.drawing import gumbel, log_distribution
-from gateway.sampling import Ask, read, shape, uniform
+from gateway.sampling import Ask, shape, uniform
 
 VOCAB = 50
 
@@ -82,7 +83,7 @@ def test_signals_are_of_the_plain_softmax_at_temperature_one() -> None:
     given = logits(7)
     p = sorted(torch.softmax(given[0].double(), dim=-1).tolist(), reverse=True)
     for temperature in (0.0, 0.3, 1.7):
-        [got] = read(given.clone(), [ask(temperature=temperature, top_k=3)])
+        [got] = look_and_read(given.clone(), [ask(temperature=temperature, top_k=3)])
         assert got.signals.top1_p == pytest.approx(p[0], abs=1e-6)
         assert got.signals.gap == pytest.approx(p[0] - p[1], abs=1e-6)
         assert got.signals.entropy == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-5)
@@ -95,7 +96,7 @@ def test_signals_are_of_the_plain_softmax_at_temperature_one() -> None:
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
     given = torch.zeros(1, VOCAB)
     given[0, [31, 12, 40]] = 5.0
-    assert read(given, [ask(temperature=0.0)])[0].token == 12
+    assert look_and_read(given, [ask(temperature=0.0)])[0].token == 12
 
 
 def test_sampled_token_is_the_gumbel_argmax_of_p() -> None:
@@ -103,7 +104,7 @@ def test_sampled_token_is_the_gumbel_argmax_of_p() -> None:
         given, question = logits(position), ask(top_p=0.9, temperature=0.8, position=position, choice=2)
         log_p = log_distribution(given[0], question.sampling)
         expected = int((log_p + gumbel(5, 2, position, torch.arange(VOCAB))).argmax())
-        [got] = read(given.clone(), [question])
+        [got] = look_and_read(given.clone(), [question])
         assert expected == got.token
         assert got.p_token == pytest.approx(float(torch.softmax(given[0], -1)[expected]), abs=1e-6)
 
@@ -113,12 +114,12 @@ def test_a_drafts_probability_is_of_a_and_allowed_is_of_p() -> None:
     order = given[0].argsort(descending=True).tolist()
     for temperature in (0.5, 1.0):
         for rank in (0, 1, 2, 9):
-            [got] = read(given.clone(), [ask(top_k=2, temperature=temperature, draft=order[rank])])
+            [got] = look_and_read(given.clone(), [ask(top_k=2, temperature=temperature, draft=order[rank])])
             assert got.p_draft == pytest.approx(float(torch.softmax(given[0], -1)[order[rank]]), abs=1e-6)
             assert got.allowed is (rank < 2)
-    [greedy] = read(given.clone(), [ask(temperature=0.0, draft=order[9])])
+    [greedy] = look_and_read(given.clone(), [ask(temperature=0.0, draft=order[9])])
     assert greedy.allowed
-    [banned] = read(given.clone(), [ask(temperature=0.0, draft=order[0], banned=(order[0],))])
+    [banned] = look_and_read(given.clone(), [ask(temperature=0.0, draft=order[0], banned=(order[0],))])
     assert (banned.allowed, banned.p_draft) == (False, 0.0)
 
 
@@ -129,8 +130,8 @@ def test_rows_are_read_each_by_its_own_question() -> None:
         ask(repetition_penalty=1.5, prompt=(1, 2, 3), num_topk=5, position=4),
         ask(temperature=0.7, top_p=0.5, draft=6, num_topk=3),
     ]
-    together = read(given.clone(), asks)
-    alone = [read(given[i : i + 1].clone(), [a])[0] for i, a in enumerate(asks)]
+    together = look_and_read(given.clone(), asks)
+    alone = [look_and_read(given[i : i + 1].clone(), [a])[0] for i, a in enumerate(asks)]
     assert alone == together
     assert [len(r.topk.ids) for r in together] == [2, 5, 3]
 
@@ -139,12 +140,12 @@ def test_logits_born_in_inference_mode_can_be_shaped() -> None:
     """The models' logits are inference tensors; writing to them outside inference mode is refused."""
     with torch.inference_mode():
         given = logits(10)
-    [got] = read(given, [ask(temperature=0.0, logit_bias=((13, 100.0),))])
+    [got] = look_and_read(given, [ask(temperature=0.0, logit_bias=((13, 100.0),))])
     assert got.token == 13
 
 
 def test_nothing_asked_nothing_read() -> None:
-    assert read(torch.empty(0, VOCAB), []) == []
+    assert look_and_read(torch.empty(0, VOCAB), []) == []
 
 
 def test_plain_means_untouched() -> None:
@@ -158,10 +159,10 @@ def test_plain_means_untouched() -> None:
 def test_a_hidden_state_is_given_in_float16_where_it_is_asked_for() -> None:
     hidden = torch.tensor([[1.0, -0.333251953125], [1e9, 2.0]])
     asks = [ask(), ask(hidden=True)]
-    first, second = read(torch.randn(2, VOCAB), asks, None, hidden)
+    first, second = look_and_read(torch.randn(2, VOCAB), asks, None, hidden)
     assert first.signals.hidden is None
     assert struct.unpack("<2e", second.signals.hidden) == (65504.0, 2.0)
-    (plain,) = read(torch.randn(1, VOCAB), [ask(hidden=True)])
+    (plain,) = look_and_read(torch.randn(1, VOCAB), [ask(hidden=True)])
     assert plain.signals.hidden is None
 
 
