@@ -59,6 +59,9 @@ def add_to(commands: Commands) -> None:
         "--agreement", type=float, default=0.85, metavar="X", help="of --synthetic models (default 0.85)"
     )
     parser.add_argument(
+        "--tape", action="store_true", help="instead: settings with the tape on, against the same with it off"
+    )
+    parser.add_argument(
         "--sizing", type=int, metavar="N", help="instead: what N answers at a time take, by the cost model"
     )
     parser.add_argument(
@@ -93,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gateway.bench.runs import Bench
     from gateway.bench.table import Line, compare, header, row
 
-    settings = _settings(arguments)
-    peers = _peers(arguments)
+    peers, pairings = _peers(arguments), _pairings(arguments)
     loaded, workloads = _load(arguments, config, names, max(rows))
     bench = Bench(loaded, MAX_MODEL_LEN)
     print(f"{loaded.served.small_model} + {loaded.served.large_model}, {loaded.served.numerics}")
@@ -105,7 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
     lines: list[Line] = []
     warm = config.models.device == "cuda"
     for workload, num, tokens in cells:
-        lines += compare(bench, workload, num, settings, arguments.repeats, tokens, _told(row), warm=warm)
+        for against, others in pairings:
+            lines += compare(
+                bench,
+                workload,
+                num,
+                others,
+                arguments.repeats,
+                tokens,
+                _told(row),
+                warm=warm,
+                against=against,
+            )
     for tier, model in loaded.models.items():
         if loaded.costs is not None and (said := floor.line(tier, model, loaded.costs[tier])) is not None:
             print(said, flush=True)
@@ -116,6 +129,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot(lines, arguments.plot)
     return 0
+
+
+def _pairings(arguments: argparse.Namespace) -> list[tuple[Setting, list[Setting]]]:
+    """What is held against what."""
+    from gateway.bench.settings import LARGE_ONLY, everything, taped
+
+    if not arguments.tape:
+        return [(LARGE_ONLY, _settings(arguments))]
+    chosen = _settings(arguments) if arguments.settings else [LARGE_ONLY, everything()]
+    return [(setting, [taped(setting)]) for setting in chosen]
 
 
 def _settings(arguments: argparse.Namespace) -> list[Setting]:

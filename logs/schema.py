@@ -219,7 +219,7 @@ PASSES: tuple[Column, ...] = (
     Column("rows", "INTEGER", "rows (choices) in the pass"),
     Column("tokens", "INTEGER", "new tokens over all rows"),
     Column("context_tokens", "BIGINT", "KV tokens read over all rows"),
-    Column("ms", "DOUBLE", "model time, milliseconds"),
+    Column("ms", "DOUBLE", "model time until its logits are read, milliseconds"),
     Column("host_ms", "DOUBLE", "time around the model in that tick, milliseconds"),
     Column("adapted", "BOOLEAN", "whether load changed what was run"),
     Column("ts", "DOUBLE", "end of the pass, Unix seconds"),

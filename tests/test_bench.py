@@ -12,7 +12,7 @@ from gateway.bench.beside import beside, build, peer_header, peer_row, peers_nam
 from gateway.bench.peers import PeerLine, Peers, hold_against, in_batches, one_at_a_time
 from gateway.bench.plot import plot
 from gateway.bench.runs import Bench, Setting
-from gateway.bench.settings import LARGE_ONLY, everything, seed_table, standard
+from gateway.bench.settings import LARGE_ONLY, everything, seed_table, standard, taped
 from gateway.bench.table import Line, compare, header, row
 from gateway.bench.workloads import WORKLOADS
 from gateway.config import ConfigError
@@ -21,6 +21,7 @@ from gateway.loading import Loaded
 from gateway.policy import Policy
 from gateway.presets import Pair
 from gateway.request import Served
+from logs.recorder import Recorder
 
 if TYPE_CHECKING:
     from tiny_pair import TinyPair
@@ -60,6 +61,21 @@ def test_ratios_are_against_large_only_beside_them(bench: Bench) -> None:
     assert told == lines
     assert all(len(line.ratios) == 2 and line.ratio > 0 for line in lines[1:])
     assert len(row(lines[0]).split()) >= len(header().split()) - 1
+
+
+def test_a_taped_run_writes_the_same_beside_its_own_setting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    on_tick = Recorder.on_tick
+    monkeypatch.setattr(
+        Recorder, "on_tick", lambda self, tick: (told.append(len(tick.steps)), on_tick(self, tick))
+    )
+    alone, on_tape = compare(
+        bench, WORKLOADS["chat"], 2, [taped(LARGE_ONLY)], 1, 12, lambda _: None, against=LARGE_ONLY
+    )
+    assert (alone.setting, on_tape.setting) == ("large-only", "large-only + tape")
+    assert alone.last.tokens == on_tape.last.tokens == sum(told) == 4 * 12
 
 
 def test_a_setting_stands_between_two_runs_of_its_peer() -> None:

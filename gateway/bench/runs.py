@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
+from gateway.bench.taped import recording
 from gateway.core import Mode, Sampling, Tick, Tier
 from gateway.load import Load
 from gateway.loading import Loaded
@@ -19,11 +21,12 @@ PREFILL_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A named way to serve: a policy, and whether drafts are capped by their worth."""
+    """A named way to serve: a policy, whether drafts are capped by their worth, whether a tape is written."""
 
     name: str
     policy: Policy
     adapt: bool = True
+    tape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Measured:
 
     seconds: from the first row's first token to the end, so that prefill is apart. ttft_ms: median over rows.
     itl_p50_ms, itl_p99_ms: time between a row's releases divided by their tokens. agreement: share of tokens
-    not written by the large model that are its own choice. host_share: time outside the model passes.
+    not written by the large model that are its own choice. host_share: share of the seconds outside the
+    model passes, each of which lasts until its logits are read.
     whole_tokens_per_s: over the whole run, prefill included: what peers are held against.
     """
 
@@ -96,14 +100,18 @@ class Bench:
         engine = self.loaded.engine(
             Scheduler(LARGE_WAIT_S, PREFILL_CHUNK), num_rows or len(prompts), self.max_model_len, load=load
         )
-        for request in self.requests(setting, prompts, max_tokens):
-            engine.check(request)
-            engine.add(request)
-        gathered = _Gathered(time.perf_counter())
-        while not engine.idle:
-            tick = engine.tick()
-            gathered.take(tick, time.perf_counter())
-            on_tick(tick)
+        requests = self.requests(setting, prompts, max_tokens)
+        with recording(self.loaded.served, requests) if setting.tape else nullcontext() as record:
+            for request in requests:
+                engine.check(request)
+                engine.add(request)
+            gathered = _Gathered(time.perf_counter())
+            while not engine.idle:
+                tick = engine.tick()
+                if record is not None:
+                    record(tick)
+                gathered.take(tick, time.perf_counter())
+                on_tick(tick)
         return gathered.measured()
 
 

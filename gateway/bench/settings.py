@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gateway.bench.runs import Setting
 from gateway.core import Accept, Mode
 from gateway.policy import Policy
@@ -26,6 +28,11 @@ def standard() -> list[Setting]:
 def everything() -> Setting:
     """Routing as the gateway does it by default: with large-only, what it chooses between."""
     return Setting("all: exact + lookup", Policy(accept=Accept.EXACT))
+
+
+def taped(setting: Setting) -> Setting:
+    """The same with every step recorded."""
+    return replace(setting, name=f"{setting.name} + tape", tape=True)
 
 
 def seed_table() -> list[Setting]:
