@@ -46,7 +46,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small: Annotated[
         str | None, Meta(description="hub id, local Hugging Face folder or GGUF file of the small model")
     ] = None
-    large: Annotated[str | None, Meta(description="the same for the large model")] = None
+    large: Annotated[str | None, Meta(description="the same for the large model; by default int8")] = None
     middle: Annotated[
         Annotated[list[str], Meta(max_length=len(MIDDLES))],
         Meta(
@@ -63,11 +63,13 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small_quantize: Annotated[
         Literal["none", "int8", "int4"] | None,
         Meta(
-            description="small model: `none`, `int8` or `int4`; by default int8 on a CPU, except for `tiny`"
+            description="small model: `none`, `int8` or `int4`; on a CPU by default int4 for `qwen-coder`, none for "
+            "`tiny`, else int8"
         ),
     ] = None
     middle_quantize: Annotated[
-        Literal["none", "int8", "int4"] | None, Meta(description="the same for the models between")
+        Literal["none", "int8", "int4"] | None,
+        Meta(description="the same for the models between; by default int8"),
     ] = None
     large_quantize: Annotated[
         Literal["none", "int8", "int4"] | None, Meta(description="the same for the large model")

@@ -306,7 +306,8 @@ def _adapts(config: Config) -> bool:
 
 
 def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
-    """What was asked for, or by default int8 on a CPU that can run it; raises ConfigError.
+    """What was asked for, or by default int8 on a CPU that can run it, int4 for the preset's small model, which
+    agrees with its large one no less often then; raises ConfigError.
 
     lean: whether our own forward runs the tier's model.
     """
@@ -315,7 +316,8 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
     chosen: dict[Tier, Quantize] = {}
     middles = [(tier, models.middle_quantize) for tier, _ in zip(MIDDLES, models.middle, strict=False)]
     for tier, asked in ((Tier.SMALL, models.small_quantize), *middles, (Tier.LARGE, models.large_quantize)):
-        wanted = asked or ("int8" if by_default else "none")
+        best: Quantize = "int4" if tier is Tier.SMALL and models.small is None else "int8"
+        wanted = asked or (best if by_default else "none")
         able = wanted == "none" or (lean[tier] and models.device == "cpu" and kernels.available())
         if asked is not None and not able:
             needs = "a CPU and a C++ compiler at first start" if lean[tier] else "a family our forward knows"

@@ -9,9 +9,10 @@ import torch
 from structlog.testing import capture_logs
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
+from gateway import kernels
 from gateway.config import Config, ConfigError, load_config
-from gateway.core import Sampling
-from gateway.loading import load_pair
+from gateway.core import Sampling, Tier
+from gateway.loading import load_pair, quantization
 from gateway.policy import Policy
 from gateway.request import Request
 from gateway.scheduler import Scheduler
@@ -77,6 +78,25 @@ def test_a_gpt2_pair_decodes_as_generate_does(folders: dict[str, Path]) -> None:
 def test_a_text_longer_than_the_model_has_positions_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=rf"97 is beyond models\.small's {POSITIONS} positions"):
         load_pair(_config(folders, **{"engine.max_model_len": POSITIONS + 1}), timed=False)
+
+
+@pytest.mark.parametrize(
+    ("models", "small", "large"),
+    [
+        ({}, "int4", "int8"),
+        ({"small": "here", "large": "there"}, "int8", "int8"),
+        ({"preset": "tiny"}, "none", "none"),
+        ({"device": "cuda"}, "none", "none"),
+        ({"small_quantize": "int8", "large_quantize": "int4"}, "int8", "int4"),
+    ],
+)
+def test_weights_are_by_default_as_small_as_was_measured_to_be_safe(
+    models: dict[str, str], small: str, large: str
+) -> None:
+    config = load_config(None, {}, {f"models.{key}": value for key, value in models.items()})
+    chosen = quantization(config, "bfloat16", dict.fromkeys((Tier.SMALL, Tier.LARGE), True))
+    able = kernels.available() or {small, large} == {"none"}
+    assert chosen == ({Tier.SMALL: small, Tier.LARGE: large} if able else dict.fromkeys(chosen, "none"))
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
