@@ -306,8 +306,8 @@ def _adapts(config: Config) -> bool:
 
 
 def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
-    """What was asked for, or by default int8 on a CPU that can run it, int4 for the preset's small model, which
-    agrees with its large one no less often then; raises ConfigError.
+    """What was asked for, or by default int8 on a CPU that can run it, and int4 for the preset's small model,
+    which agrees with its large one no less often then; raises ConfigError.
 
     lean: whether our own forward runs the tier's model.
     """
