@@ -75,6 +75,20 @@ struct Int8 {
       }
     }
   }
+
+  // One group of two blocks for the tile unit, read where it lies; `ahead` brings the next a thirty-second nearer.
+  struct Tiles {
+    const uint8_t *first, *second;
+
+    void start(const uint8_t*, const uint8_t*) {}
+
+    void turn(const uint8_t* w0, const uint8_t* w1, const uint8_t*, const uint8_t*) { first = w0, second = w1; }
+
+    void ahead(int64_t i) {
+      prefetch(first + kBytes + i * 64);
+      prefetch(second + kBytes + i * 64);
+    }
+  };
 };
 
 // M rows by the four blocks of a unit, group by group: four streams of weights keep the memory busier than two.
@@ -128,10 +142,11 @@ INLINE void prefetch_outputs(const Output& y, int64_t row, int64_t block) {
 
 // Up to 64 rows by the four blocks of a unit, two blocks and 16 rows at a time: tiles 0-1 are products, 2-3
 // activations, 4-7 weights. The integers of one step are scaled while the tile unit works on the next.
+template <class Format>
 void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, int64_t rows, const Output& y) {
   alignas(64) float total[64][kItem] = {};
   alignas(64) int32_t dot[2][2][16][16];
-  const int64_t stride = w.groups * kGroup * kBlock, steps = (rows + 15) / 16, lines = 32 / steps;
+  const int64_t stride = w.groups * Format::kBytes, steps = (rows + 15) / 16, lines = 32 / steps;
   struct Step {
     int64_t group, block, row;
     int buffer;
@@ -150,15 +165,19 @@ void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row,
     }
   };
   Step before{0, 0, 0, -1};
-  const uint8_t* wp = weights_of(w, block);
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
+  const uint8_t* wp = w.weight + block * stride;
+  alignas(64) typename Format::Tiles tiles;
+  tiles.start(wp, wp + stride);
+  for (int64_t g = 0; g < w.groups; ++g, wp += Format::kBytes) {
     const int8_t* xp = x.q + (g * x.padded + row) * kGroup;
     for (int64_t b = 0; b < 4; b += 2) {
       const uint8_t *w0 = wp + b * stride, *w1 = w0 + stride;
-      _tile_loadd(4, w0, 64);
-      _tile_loadd(5, w0 + 1024, 64);
-      _tile_loadd(6, w1, 64);
-      _tile_loadd(7, w1 + 1024, 64);
+      const uint8_t* next = b == 0 ? w0 + 2 * stride : g + 1 < w.groups ? w0 - 2 * stride + Format::kBytes : nullptr;
+      tiles.turn(w0, w1, next, next ? next + stride : nullptr);
+      _tile_loadd(4, tiles.first, 64);
+      _tile_loadd(5, tiles.first + 1024, 64);
+      _tile_loadd(6, tiles.second, 64);
+      _tile_loadd(7, tiles.second + 1024, 64);
       for (int64_t step = 0; step < steps; ++step) {
         _tile_zero(0);
         _tile_zero(1);
@@ -168,11 +187,8 @@ void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row,
         _tile_dpbsud(1, 2, 6);
         _tile_dpbsud(0, 3, 5);
         _tile_dpbsud(1, 3, 7);
-        // The next group's weights, a share in each step: all at once they would hold up the tiles' own loads.
-        for (int64_t i = step * lines, end = step + 1 == steps ? 32 : i + lines; i < end; ++i) {
-          prefetch(w0 + kGroup * kBlock + i * 64);
-          prefetch(w1 + kGroup * kBlock + i * 64);
-        }
+        // The weights to come, a share in each step: all at once they would hold up the tiles' own loads.
+        for (int64_t i = step * lines, end = step + 1 == steps ? 32 : i + lines; i < end; ++i) tiles.ahead(i);
         if (b == 2 && g + 4 >= w.groups) prefetch_outputs(y, row + step * 16, block + g + 4 - w.groups);
         if (before.buffer >= 0) scale_step(before);
         before = {g, b, step * 16, before.buffer == 0};
@@ -186,9 +202,10 @@ void amx_tile(const Linear& w, const Activations& x, int64_t block, int64_t row,
     for (int b = 0; b < 4; ++b) put(w, y, row + r, block + b, load(total[r] + kBlock * b));
 }
 
+template <class Format>
 void amx_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
   for (int64_t row = 0; row < x.rows; row += 64)
-    amx_tile(w, x, block, row, x.rows - row < 64 ? x.rows - row : 64, y);
+    amx_tile<Format>(w, x, block, row, x.rows - row < 64 ? x.rows - row : 64, y);
 }
 
 constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
@@ -330,7 +347,7 @@ void plain_item(const Linear& w, const Activations& x, int64_t block, const Outp
 INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, const Output& y, bool amx) {
   const int64_t block = item * (kItem / kBlock);
 #if defined(__AMX_INT8__)
-  if (amx && x.rows >= kAmxRows) return amx_item(w, x, block, y);
+  if (amx && x.rows >= kAmxRows) return amx_item<Int8>(w, x, block, y);
 #endif
   (void)amx;
 #if defined(__AVX512VNNI__)

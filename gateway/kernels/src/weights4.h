@@ -55,22 +55,9 @@ INLINE void unpack(const uint8_t* from, uint8_t* to) {
 
 #endif
 
-// The four blocks of a unit as a weight of eight bits and 64 outputs, its bytes in `room`.
-INLINE Linear unpack_item(const Linear& w, int64_t block, uint8_t* room) {
-  const int64_t first = block * kBlock, bytes = w.groups * kGroupBytes4 * (kItem / kBlock);
-  const uint8_t* from = w.weight + block * w.groups * kGroupBytes4;
-  for (int64_t i = 0; i < bytes; i += 64) {
-#if defined(__AVX2__)
-    prefetch(from + i + 1024);
-#endif
-    unpack(from + i, room + 2 * i);
-  }
-  return {room, w.scale + block * w.groups * kBlock, w.bias ? w.bias + first : nullptr, w.n - first, w.k, w.groups, 8};
-}
-
 #if defined(__AVX512VNNI__)
 
-// What vnni_tile needs of a weight's format.
+// What the tiles need of a weight's format.
 struct Int4 {
   static constexpr int64_t kBytes = kGroupBytes4;
 
@@ -91,7 +78,47 @@ struct Int4 {
       }
     }
   }
+
+  // One group of two blocks for the tile unit, unpacked while it works on the one before.
+  struct Tiles {
+    uint8_t room[2][2][2 * kGroupBytes4];
+    const uint8_t *first, *second, *next[2];
+    int now = 1;
+
+    void start(const uint8_t* w0, const uint8_t* w1) {
+      next[0] = w0, next[1] = w1;
+      for (int64_t i = 0; i < 32; ++i) ahead(i);
+    }
+
+    void turn(const uint8_t*, const uint8_t*, const uint8_t* next0, const uint8_t* next1) {
+      now = !now;
+      first = room[now][0], second = room[now][1];
+      next[0] = next0, next[1] = next1;
+    }
+
+    void ahead(int64_t i) {
+      if (!next[0]) return;
+      const uint8_t* from = next[i & 1] + i / 2 * 64;
+      prefetch(from + kBytes);
+      unpack(from, room[!now][i & 1] + i / 2 * 128);
+    }
+  };
 };
+
+#endif
+
+#if !defined(__AVX512VNNI__)
+
+// The four blocks of a unit as a weight of eight bits and 64 outputs, its bytes in `room`.
+INLINE Linear unpack_item(const Linear& w, int64_t block, uint8_t* room) {
+  const int64_t first = block * kBlock, bytes = w.groups * kGroupBytes4 * (kItem / kBlock);
+  const uint8_t* from = w.weight + block * w.groups * kGroupBytes4;
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(from + i + kGroupBytes4);
+    unpack(from + i, room + 2 * i);
+  }
+  return {room, w.scale + block * w.groups * kBlock, w.bias ? w.bias + first : nullptr, w.n - first, w.k, w.groups, 8};
+}
 
 #endif
 
@@ -99,11 +126,16 @@ struct Int4 {
 INLINE void any_item(const Linear& w, const Activations& x, int64_t item, const Output& y, int thread, bool amx) {
   if (w.bits == 8) return linear_item(w, x, item, y, amx);
   const int64_t block = item * (kItem / kBlock);
-#if defined(__AVX512VNNI__)
-  if (x.rows <= kVnniRows) return vnni_item<Int4>(w, x, block, y);  // bound by memory: unpacked in registers
+#if defined(__AMX_INT8__)
+  if (amx && x.rows >= kAmxRows) return amx_item<Int4>(w, x, block, y);
 #endif
-  uint8_t* room = x.unpacked + thread * w.groups * kGroup * kItem;
-  linear_item(unpack_item(w, block, room), x, 0, {y.data + block * kBlock, y.stride, y.add}, amx);
+#if defined(__AVX512VNNI__)
+  (void)thread;
+  vnni_item<Int4>(w, x, block, y);
+#else
+  const Linear plain = unpack_item(w, block, x.unpacked + thread * w.groups * kGroup * kItem);
+  linear_item(plain, x, 0, {y.data + block * kBlock, y.stride, y.add}, amx);
+#endif
 }
 
 struct Coded {
@@ -134,7 +166,8 @@ void pack_block4(const void* w, Dtype type, int64_t n, int64_t k, int64_t block,
       load_group(w, type, n, k, block * kBlock + lane, g, v);
       v16 top = {}, bottom = {};
       for (const v16 x : v) top = vmax(top, x), bottom = vmax(bottom, -x);
-      const float most = largest(top), least = largest(bottom), unit = (most >= least ? most : -least) / kLevel[kLevels - 1];
+      const float most = largest(top), least = largest(bottom);
+      const float unit = (most >= least ? most : -least) / kLevel[kLevels - 1];
       uint16_t best = 0;
       float best_error = -1.f;
       for (const float factor : kTops) {
