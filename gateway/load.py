@@ -27,8 +27,8 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
-BELIEVED = (0.7, 0.9, 0.7, 0.5)
-"""What keep, hit, lookup_hit and ride_hit are taken for before anything was seen."""
+BELIEVED = (0.7, 0.9, 0.7, 0.5, 0.8)
+"""What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen."""
 
 FORGET = 0.002
 """Share by which a pass without drafts brings them back to that, so that routing is tried again some day."""
@@ -79,15 +79,16 @@ class Load:
     to none while it says that they lose.
 
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
-    ride_hit: chance that a deferred one is the large model's own; running averages. pace: how much longer
-    than its table a tier's passes take now: a shared machine is not always as fast as when it was measured.
+    ride_hit, guess_hit: chance that a deferred token, one guessed where the large model writes, is its own;
+    running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
+    not always as fast as when it was measured.
     """
 
     def __init__(self, costs: Mapping[Tier, CostTable], longest: int = 32) -> None:
         self.costs = dict(costs)
         self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
-        self.keep, self.hit, self.lookup_hit, self.ride_hit = BELIEVED
+        self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = BELIEVED
         self.spent_ms = 0.0
         self.large_only_ms = 0.0
         self.off_ms = 0.0
@@ -96,6 +97,7 @@ class Load:
         # What is best changes with every pass, but not between the rows of one.
         self._best: dict[int, tuple[int, float]] = {}
         self._lookup_best: dict[int, int] = {}
+        self._guess_best: dict[int, int] = {}
 
     def cap(self, num_rows: int) -> int:
         """Most drafts a round should have with num_rows running: 0 where the large model alone is faster."""
@@ -139,9 +141,28 @@ class Load:
         with_drafts = num_rows * (1 + drafts)
         return large(with_drafts + num_rows) - large(with_drafts) < self.ride_hit * large(num_rows)
 
-    def saw_ride(self, stood: bool) -> None:
-        """A deferred token that rode along was the large model's own, or was not."""
-        self.ride_hit = EMA * self.ride_hit + (1 - EMA) * stood
+    def guess_cap(self, num_rows: int) -> int:
+        """Most tokens that the small model should guess to ride along where the large model writes anyway."""
+        if self.off_ms > 0:
+            return 0
+        if num_rows not in self._guess_best:
+            best, speed = 0, GAIN_NEEDED * self.large_only(num_rows).per_ms
+            tokens, small_ms = 1.0, self._ms(Tier.SMALL, 2 * num_rows)
+            for k in range(1, self.longest + 1):
+                tokens += self.guess_hit**k
+                per_ms = tokens / (small_ms + self._ms(Tier.LARGE, num_rows * (k + 1)))
+                if per_ms > speed:
+                    best, speed = k, per_ms
+                small_ms += self._ms(Tier.SMALL, num_rows)
+            self._guess_best[num_rows] = best
+        return self._guess_best[num_rows]
+
+    def saw_rider(self, stood: bool, *, guessed: bool) -> None:
+        """A token that rode along, guessed or deferred, was the large model's own, or was not."""
+        if guessed:
+            self.guess_hit = EMA * self.guess_hit + (1 - EMA) * stood
+        else:
+            self.ride_hit = EMA * self.ride_hit + (1 - EMA) * stood
 
     def best(self, num_rows: int) -> tuple[int, float]:
         """The draft length with the most expected tokens per ms, and its speed-up over large-only."""
@@ -196,6 +217,7 @@ class Load:
         """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""
         self._best.clear()
         self._lookup_best.clear()
+        self._guess_best.clear()
         self._keep_pace(tier, ms, num_fed)
         if self.off_ms > 0:
             self.off_ms -= ms
@@ -203,8 +225,8 @@ class Load:
                 self.spent_ms = self.large_only_ms = self._since_off_ms = 0.0
             return
         if self.cap(num_rows) == 0:
-            seen = (self.keep, self.hit, self.lookup_hit, self.ride_hit)
-            self.keep, self.hit, self.lookup_hit, self.ride_hit = (
+            seen = (self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit)
+            self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = (
                 (1 - FORGET) * now + FORGET * then for now, then in zip(seen, BELIEVED, strict=True)
             )
         self._since_off_ms += ms

@@ -108,6 +108,18 @@ class Rounds:
         waiting = row.history.num_waiting(Tier.SMALL)
         if row.lookup is not None and not waiting and self._look_up(row, row.lookup, tick):
             row.route()
+        if row.protects and not row.ahead:
+            row.guesses = self._num_guesses(row)
+            row.tier = Tier.SMALL if row.guesses else Tier.LARGE
+
+    def _num_guesses(self, row: Row) -> int:
+        """How many protected tokens the small model should say ahead, to ride along: where they are the large
+        model's own, one pass writes them all, up to the last one. The first token waits for nothing."""
+        policy, position = row.request.policy, len(row.history.tokens)
+        if not row.rides or not position or row.load_cap == 0:
+            return 0
+        pays = policy.draft_length if self.load is None else self.load.guess_cap(self.num_decoding)
+        return max(0, min(pays, min(policy.protect_first, row.most_tokens) - position - 1))
 
     def _look_up(self, row: Row, index: NgramIndex, tick: Tick) -> bool:
         """Draft what followed the last tokens before, while the rules allow it; whether there was any."""
@@ -152,9 +164,11 @@ class Rounds:
                 tick.restated.append(signal(row, seq, reading))
             elif row.finished is not None:
                 continue
-            elif row.flying:
+            elif row.flying or row.guesses:
                 if position == len(row.history.tokens) + len(row.ahead):
                     row.ahead.append((reading, stamp))
+                    if len(row.ahead) == row.guesses:
+                        row.guesses, row.tier = 0, Tier.LARGE
             elif position == len(row.history.tokens):
                 self._propose(row, reading, stamp, out, tick)
             elif position >= row.history.num_written:
@@ -278,9 +292,9 @@ class Rounds:
             self._resolve(row, rest, stamp, out, tick)
 
     def _resolve(self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick) -> None:
-        """Accept a prefix of the drafts, then write the large model's own token behind it, and one more where
-        the token that rode along was just that."""
-        drafts, rider = list(row.drafts), row.ahead[0][0].token if row.riders else None
+        """Accept a prefix of the drafts, then write the large model's own token behind it, and one more for
+        each token that rode along and was just that."""
+        drafts = list(row.drafts)
         num = num_accepted(row.request.policy, [d.token for d in drafts], readings)
         if drafts:
             row.counts.num_drafts += 1
@@ -302,40 +316,52 @@ class Rounds:
             tick.steps.append(proposal_step(row, drafts[num], Outcome.REJECTED, large))
             self.discard(row, drafts[num + 1 :], tick)
             step = recovered_step(row, drafts[num], large, stamp)
+            row.history.resolve(num, large.token)
+            row.drop_drafts(num)
+            self._write_own(row, step, out, tick)
         else:
-            step = large_step(row, large, stamp)
-            if step.signals is None and row.ahead:
-                small = row.ahead[0][0]
-                step = structs.replace(
-                    step,
-                    **small_view(small.token, small.signals, small.topk),
-                    audit_agrees=small.token == large.token,
-                    audit_source="verify",
-                )
-        row.history.resolve(num, large.token)
-        row.drop_drafts(num)
-        row.append(large.token)
-        lacks = step.signals is None and row.request.policy.mode.runs_small
-        row.owe(step, signals=lacks and step.reason is not Reason.LOAD, label=False)
-        self._write(row, step, out, tick)
-        if rider is not None and num == len(drafts):
-            stands = large.token == rider
-            if self.load is not None:
-                self.load.saw_ride(stands)
-            if stands and row.finished is None:
-                self._add_bonus(row, readings[num + 1], stamp, out, tick)
+            self._write_on(row, num, readings[num:], stamp, out, tick)
         row.round += 1
         if row.finished is None:
             self._route(row, tick)
         while row.finished is None and row.tier is Tier.SMALL and row.ahead:
             self._propose(row, *row.ahead[0], out, tick)
 
-    def _add_bonus(self, row: Row, large: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
-        """The large model's token behind a deferred one that rode along and stood."""
-        step = bonus_step(row, large, stamp)
-        row.history.resolve(0, large.token)
-        row.append(large.token)
-        row.owe(step, signals=True, label=False)
+    def _write_on(
+        self, row: Row, num: int, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick
+    ) -> None:
+        """All `num` drafts stood: the large model's own token, and while that rode along, its next."""
+        for i, large in enumerate(readings):
+            if i:
+                row.route()
+            protected = row.protects
+            step = large_step(row, large, stamp) if protected or not i else bonus_step(row, large, stamp)
+            small = row.ahead[0][0] if row.ahead else None
+            if small is not None and step.signals is None:
+                step = structs.replace(
+                    step,
+                    **small_view(small.token, small.signals, small.topk),
+                    audit_agrees=small.token == large.token,
+                    audit_source="verify",
+                )
+            rode = small is not None and row.riders > 0
+            row.history.resolve(num if not i else 0, large.token)
+            if not i:
+                row.drop_drafts(num)
+            self._write_own(row, step, out, tick)
+            if not rode or small is None:
+                return
+            stands = small.token == large.token
+            if self.load is not None:
+                self.load.saw_rider(stands, guessed=protected)
+            if not stands or row.finished is not None:
+                return
+
+    def _write_own(self, row: Row, step: Step, out: Output, tick: Tick) -> None:
+        """A token of the large model's that the history has already."""
+        row.append(step.token_id)
+        lacks = step.signals is None and row.request.policy.mode.runs_small
+        row.owe(step, signals=lacks and step.reason is not Reason.LOAD, label=False)
         self._write(row, step, out, tick)
 
     def _write(self, row: Row, step: Step, out: Output, tick: Tick) -> None:

@@ -94,7 +94,8 @@ class Row:
     flying: its verification is under way elsewhere. drafts_ahead: the small model goes on meanwhile. ahead:
     what it says at the positions after the drafts, each read behind its own top token; good as long as the
     text comes out that way. rides: these go along with the large model's pass, which then may write one token
-    more. greedy_drafts: the small model proposes its top token, since a large model
+    more. guesses: how many tokens the small model is to say ahead for that, where the large one writes
+    whatever it says. greedy_drafts: the small model proposes its top token, since a large model
     elsewhere does not share its noise. degraded: the large model could not be had, the small one writes on.
     load_cap: most drafts that pay now. lookup_full: the drafts that wait for the small model's neighbour were
     looked up and are verified before more is drafted. shadowed: what routing would have done so far (mode
@@ -138,6 +139,7 @@ class Row:
     flying: bool = False
     drafts_ahead: bool = False
     rides: bool = False
+    guesses: int = 0
     ahead: deque[tuple[Reading, PassStamp]] = field(default_factory=deque)
     greedy_drafts: bool = False
     degraded: bool = False
@@ -222,6 +224,11 @@ class Row:
             if early.reason is Reason.MODE:
                 break
         self.tier = Tier.LARGE
+
+    @property
+    def protects(self) -> bool:
+        """Whether the next token is the large model's because it is among the first."""
+        return bool(self.passed) and self.passed[0].decision.reason is Reason.PROTECTED_PREFIX
 
     def _forget_masks(self) -> None:
         """Drop the masks of positions at which no model will be asked again."""

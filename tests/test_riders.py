@@ -74,11 +74,10 @@ def test_in_a_loop_nothing_rides() -> None:
 
 
 @pytest.mark.parametrize("accept", list(Accept))
-@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("threshold", [0.3, 0.5])
 def test_what_rode_replays_and_asks_what_if_without_a_flip(accept: Accept, threshold: float) -> None:
     policy = Policy(protect_first=1, accept=accept, threshold=threshold)
-    small = near(LARGE, 2, 1.0)
-    answer = run(small, policy, 40)
+    answer = run(near(LARGE, 2, 0.5), policy, 40)
     undecided = [s.idx for s in answer.output if s.outcome is Outcome.BONUS and s.action is None]
     assert undecided
     row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
@@ -101,7 +100,7 @@ def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() ->
     # At ten a token a rider costs as much as it saves when it always stands.
     assert not above.ride_pays(1)
     for _ in range(400):
-        below.saw_ride(False)
+        below.saw_rider(False, guessed=False)
     assert below.ride_pays(1), "in a flat pass even a slim chance is free"
 
 
@@ -112,3 +111,42 @@ def test_an_expected_round_counts_what_rides() -> None:
     first = next(load.rounds(1))
     # Kept (one half): draft and bonus. Deferred (one half): the large model's token, and .4 of another.
     assert first.tokens == pytest.approx(0.5 * 2 + 0.5 * 1.4)
+
+
+def test_the_protected_prefix_is_guessed_and_stays_the_large_models() -> None:
+    """The first token alone; then five guesses and a sixth token a pass, to the prefix's end."""
+    policy = Policy(protect_first=13, draft_length=5, lookup=False, mode=Mode.ROUTED)
+    rode, alone = run(LARGE, policy, 13), run(LARGE, policy, 13, ride_along=False)
+    assert rode.tokens == alone.tokens
+    assert (large_passes(rode), large_passes(alone)) == (3, 13)
+    for one, other in zip(rode.output, alone.output, strict=True):
+        assert (one.tier, one.outcome, one.reason) == (Tier.LARGE, Outcome.LARGE, Reason.PROTECTED_PREFIX)
+        assert one.signals == other.signals
+        assert one.audit_agrees is other.audit_agrees is True
+    assert [step.round for step in rode.output] == [0, *[1] * 6, *[2] * 6]
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 5])
+@pytest.mark.parametrize("protect_first", [1, 2, 3, 7, 30])
+def test_guesses_end_with_the_prefix_and_wrong_ones_fall(protect_first: int, draft_length: int) -> None:
+    policy = Policy(protect_first=protect_first, draft_length=draft_length, threshold=0.2)
+    for small in (LARGE, near(LARGE, 2, 1.0), OTHER):
+        rode, alone = run(small, policy, 24), run(small, policy, 24, ride_along=False)
+        assert rode.tokens == alone.tokens
+        first = rode.output[:protect_first]
+        assert {(s.tier, s.reason) for s in first} == {(Tier.LARGE, Reason.PROTECTED_PREFIX)}
+        assert Reason.PROTECTED_PREFIX not in {s.reason for s in rode.output[protect_first:]}
+        assert [s.signals for s in first] == [s.signals for s in alone.output[:protect_first]]
+        assert large_passes(rode) <= large_passes(alone)
+
+
+def test_as_many_are_guessed_as_the_closed_form_says() -> None:
+    tables = {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
+    load = Load(tables)
+    load.guess_hit = 0.8
+    speeds = {k: (1 - 0.8 ** (k + 1)) / 0.2 / (10 * k + 50) * 50 for k in range(1, 33)}
+    assert load.guess_cap(1) == max(speeds, key=speeds.__getitem__)
+    for _ in range(400):
+        load.saw_rider(False, guessed=True)
+    load.saw_pass(Tier.LARGE, 50.0, 1, 1, 1)
+    assert load.guess_cap(1) == 0

@@ -27,6 +27,7 @@ from gateway.tuning.calibrate import (
     candidates,
     certificate,
     default_policy,
+    looser,
     split,
 )
 from gateway.tuning.curve import Track
@@ -156,6 +157,12 @@ def test_too_few_prompts_says_how_many() -> None:
     parts = split(prompts(300), True, Target(0.02, 0.95))
     assert [len(part) for part in (parts.train, parts.tune, parts.held)] == [75, 60, 165]
     assert not {p.digest for p in parts.tune} & {p.digest for p in parts.held}
+
+
+def test_looser_thresholds_follow_in_tenths() -> None:
+    assert looser(0.82) == [0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert looser(0.25) == [0.2, 0.1, 0.0]
+    assert looser(0.04) == []
 
 
 def test_candidates_are_what_the_prompts_may_show() -> None:

@@ -25,6 +25,9 @@ TUNE_SHARE, TRAIN_SHARE = 0.2, 0.25
 FEWEST_TUNED = 8
 """Prompts without which a curve says nothing."""
 
+LEAST_STEP = 0.05
+"""Between thresholds that are run for real beyond those the curve speaks for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -139,7 +142,7 @@ def calibrate(
         measured[threshold] = saved.run(runner, parts.held, policy, label)
         return [disagreement(answer, policy) for answer in measured[threshold]]
 
-    chosen = fixed_sequence(tried, losses_at, target.bound, target.delta)
+    chosen = fixed_sequence([*tried, *looser(tried[-1])], losses_at, target.bound, target.delta)
     policy = None if chosen.threshold is None else replace(base, threshold=chosen.threshold)
     at = tried[0] if chosen.threshold is None else chosen.threshold
     return Calibrated(
@@ -163,6 +166,12 @@ def candidates(tracks: Sequence[curve.Track], target: Target, num_held: int) -> 
         if fitting:
             found.add(min(fitting))
     return sorted(found, reverse=True) or [curve.GRID[-1]]
+
+
+def looser(threshold: float) -> list[float]:
+    """Tenths below a threshold, down to 0. What is really written often disagrees less than the curve says,
+    since limits, riders and lookups leave more to the large model; none is run before all above have passed."""
+    return [tenth / 10 for tenth in range(9, -1, -1) if tenth / 10 <= threshold - LEAST_STEP]
 
 
 def facts(tracks: Sequence[curve.Track], threshold: float) -> Facts:
