@@ -170,7 +170,8 @@ def candidates(tracks: Sequence[curve.Track], target: Target, num_held: int) -> 
 
 def looser(threshold: float) -> list[float]:
     """Tenths below a threshold, down to 0. What is really written often disagrees less than the curve says,
-    since limits, riders and lookups leave more to the large model; none is run before all above have passed."""
+    since limits, riders and lookups leave more to the large model. None is run before all above have passed.
+    """
     return [tenth / 10 for tenth in range(9, -1, -1) if tenth / 10 <= threshold - LEAST_STEP]
 
 
