@@ -63,8 +63,8 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small_quantize: Annotated[
         Literal["none", "int8", "int4"] | None,
         Meta(
-            description="small model: `none`, `int8` or `int4`; on a CPU by default int4 for "
-            "`qwen-coder`, none for `tiny`, else int8"
+            description="small model: `none`, `int8` or `int4`; on a CPU by default int8, "
+            "none for `tiny`, int4 for `qwen-coder` where the processor has AVX512-VNNI"
         ),
     ] = None
     middle_quantize: Annotated[

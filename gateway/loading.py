@@ -240,7 +240,9 @@ def hold(
     costs = None
     if timed:
         hashes = " ".join((served.small_hash, *served.middle_hashes, served.large_hash))
-        identity = f"{hashes} {served.numerics}"
+        identity = (
+            f"{hashes} {served.numerics} {kernels.build_name() if config.models.device == 'cpu' else ''}"
+        )
         longest = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
         blocks = tuple(range(-(-longest // block_size)))
         costs = costs_of(models, blocks, longest, identity, cache_dir())
@@ -307,7 +309,8 @@ def _adapts(config: Config) -> bool:
 
 def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
     """What was asked for, or by default int8 on a CPU that can run it, and int4 for the preset's small model,
-    which agrees with its large one no less often then; raises ConfigError.
+    which agrees with its large one no less often then, where the kernels unpack it for free; raises
+    ConfigError.
 
     lean: whether our own forward runs the tier's model.
     """
@@ -316,8 +319,8 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
     chosen: dict[Tier, Quantize] = {}
     middles = [(tier, models.middle_quantize) for tier, _ in zip(MIDDLES, models.middle, strict=False)]
     for tier, asked in ((Tier.SMALL, models.small_quantize), *middles, (Tier.LARGE, models.large_quantize)):
-        best: Quantize = "int4" if tier is Tier.SMALL and models.small is None else "int8"
-        wanted = asked or (best if by_default else "none")
+        four = tier is Tier.SMALL and models.small is None and by_default and _unpacks_for_free()
+        wanted = asked or ("int4" if four else "int8" if by_default else "none")
         able = wanted == "none" or (lean[tier] and models.device == "cpu" and kernels.available())
         if asked is not None and not able:
             needs = "a CPU and a C++ compiler at first start" if lean[tier] else "a family our forward knows"
@@ -325,6 +328,11 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
         chosen[tier] = wanted if able else "none"
     log.info("quantization", **chosen)
     return chosen
+
+
+def _unpacks_for_free() -> bool:
+    """Whether this processor's kernels turn four-bit weights into bytes while they wait for memory."""
+    return kernels.available() and kernels.paths()[0] in ("amx", "vnni")
 
 
 def _answers(config: Config, tokenizer: Tokenizer) -> AnswerStore | None:

@@ -21,6 +21,7 @@ __all__ = [
     "Packed",
     "attention",
     "available",
+    "build_name",
     "dequantize_weight",
     "int8_linear",
     "paths",
@@ -31,6 +32,11 @@ __all__ = [
 
 def available() -> bool:
     """Whether the kernels are built and loaded, compiling them on the first call (15-30 s, cached)."""
+    return bool(load())
+
+
+def build_name() -> str:
+    """Names the kernels' sources, compiler and flags; empty where they cannot be used."""
     return load()
 
 

@@ -118,14 +118,16 @@ def build() -> Path:
 
 
 @functools.cache
-def load() -> bool:
-    """Builds and loads the kernels once a process; False, with one logged line, where that is impossible."""
+def load() -> str:
+    """Builds and loads the kernels once a process and returns the build's name; empty, with one logged line,
+    where that is impossible."""
     try:
-        torch.ops.load_library(str(build()))  # type: ignore[no-untyped-call]
+        library = build()
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         if forced := os.environ.get(PATH_VARIABLE):
             torch.ops.tokentape.use_path(forced)
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         log.warning("kernels_unavailable", error=str(error), instead="torch operators")
-        return False
+        return ""
     log.info("kernels_loaded", paths=torch.ops.tokentape.paths())
-    return True
+    return library.stem
