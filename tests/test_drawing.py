@@ -109,7 +109,7 @@ FILTERS = {
 
 @given(st.fixed_dictionaries(FILTERS), st.integers(0, 2**63), st.integers(0, 9), st.floats(0.1, 30))
 @example({"temperature": 0.5, "top_k": 0, "top_p": 0.999999, "min_p": 0.0}, 0, 0, 1.0)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_chances_draw_what_all_tokens_would_and_allow_what_p_does(
     fields: dict[str, float], seed: int, position: int, spread: float
 ) -> None:

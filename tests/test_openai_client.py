@@ -274,15 +274,12 @@ def as_schema(client: openai.OpenAI, seed: int, routing: dict[str, Any]) -> str:
 
 
 def test_a_schema_holds_whoever_writes(client: openai.OpenAI) -> None:
-    for seed in range(3):
-        large = as_schema(client, seed, {"mode": "large_only"})
-        assert large == as_schema(client, seed, {"protect_first": 0}), (
-            "exact is large_only under a grammar too"
-        )
-        for routing in ({}, {"accept": "trust", "protect_first": 0}, {"mode": "small_only"}):
-            value = json.loads(as_schema(client, seed, routing))
-            assert set(value) == {"name", "age"}
-            assert value["age"] <= 99
+    large = as_schema(client, 0, {"mode": "large_only"})
+    assert large == as_schema(client, 0, {"protect_first": 0}), "exact is large_only under a grammar too"
+    for routing in ({}, {"accept": "trust", "protect_first": 0}, {"mode": "small_only"}):
+        value = json.loads(as_schema(client, 0, routing))
+        assert set(value) == {"name", "age"}
+        assert value["age"] <= 99
 
 
 def test_json_object(client: openai.OpenAI) -> None:

@@ -67,7 +67,7 @@ def _with_forced(request, forced):
     return type(request)(**{name: getattr(request, name) for name in request.__slots__} | {"forced": forced})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(policies, st.none() | st.integers(2, 8), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
 def test_every_decision_of_the_engine_replays(policy, budget, temperature, seed):
     policy, answer = run(policy, budget=budget, temperature=temperature, seed=seed)
@@ -98,7 +98,7 @@ def test_what_if_nothing_changed_then_nothing_flips(policy, budget, temperature,
     assert found.exact_until is None
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(policies, st.integers(0, 99))
 def test_and_so_it_does_without_token_ids(policy, seed):
     policy, answer = run(policy, temperature=1.0, seed=seed)

@@ -11,6 +11,7 @@ import pytest
 from gateway.tuning.prompts import read_prompts
 from gateway.tuning.stdlib_prompts import lines
 
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
 DOC = "Say how many of the given things are there."
 MODULE = f'''
 def count(things, start=0):
@@ -47,9 +48,13 @@ def test_public_functions_with_a_docstring_and_nothing_of_their_code(tmp_path: P
         lines(tmp_path, 2)
 
 
+def test_a_shorter_list_is_the_beginning_of_a_longer_one() -> None:
+    found = lines(STDLIB / "asyncio", 20)
+    assert found[:8] == lines(STDLIB / "asyncio", 8)
+
+
+@pytest.mark.e2e
 def test_there_are_enough_for_a_calibration(tmp_path: Path) -> None:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = lines(root, 450)
+    found = lines(STDLIB, 450)
     (tmp_path / "p.jsonl").write_text("\n".join(found))
     assert len(read_prompts(tmp_path / "p.jsonl")) == 450
-    assert found[:40] == lines(root, 40)
