@@ -148,10 +148,11 @@ def request_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture) -> pa.Table:
     """Steps as an Arrow table in the tape's column order."""
-    signals = [step.signals for step in steps]
-    large_signals = [step.large_signals for step in steps]
-    small, large = [step.small_topk for step in steps], [step.large_topk for step in steps]
-    derived: dict[str, Iterable[Any]] = {
+    fields = zip(*map(structs.astuple, steps), strict=True) if steps else ((),) * len(Step.__struct_fields__)
+    columns: dict[str, Iterable[Any]] = dict(zip(Step.__struct_fields__, fields, strict=True))
+    signals, large_signals = columns["signals"], columns["large_signals"]
+    small, large = columns["small_topk"], columns["large_topk"]
+    columns |= {
         "trace_no": trace_nos,
         "top1_p": (s.top1_p if s else None for s in signals),
         "gap": (s.gap if s else None for s in signals),
@@ -164,19 +165,11 @@ def step_table(steps: Sequence[Step], trace_nos: Sequence[int], capture: Capture
         "small_topk_logprobs": (k.logprobs if k else None for k in small),
         "large_topk_ids": (k.ids if k else None for k in large),
         "large_topk_logprobs": (k.logprobs if k else None for k in large),
-        "middle": ([_view(v, capture) for v in step.middle] or None for step in steps),
+        "middle": ([_view(v, capture) for v in views] or None for views in columns["middle"]),
     }
     if capture is Capture.SIGNALS:
-        derived |= {name: [None] * len(steps) for name in _TOKEN_COLUMNS}
-    arrays = [
-        pa.array(
-            list(derived[column.name])
-            if column.name in derived
-            else [getattr(step, column.name) for step in steps],
-            column.type,
-        )
-        for column in STEP_SCHEMA
-    ]
+        columns |= {name: [None] * len(steps) for name in _TOKEN_COLUMNS}
+    arrays = [pa.array(list(columns[column.name]), column.type) for column in STEP_SCHEMA]
     return pa.Table.from_arrays(arrays, schema=STEP_SCHEMA)
 
 
