@@ -154,7 +154,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(ChatRequest.__struct_fields__) | st.text(), json_values))
 def test_any_json_decodes_or_names_a_field(body: dict[str, Any]) -> None:
     raw = json.dumps(body).encode("utf-8", "replace")
