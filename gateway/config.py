@@ -156,8 +156,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 256
     large_wait_ms: Annotated[
         Annotated[float, Meta(ge=0.0)],
-        Meta(description="longest wait to gather rows for one pass of the large model"),
-    ] = 2.0
+        Meta(description="longest wait to gather rows for one pass of the large model, while that pays"),
+    ] = 50.0
     adapt: Annotated[
         bool | None,
         Meta(

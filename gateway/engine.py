@@ -174,7 +174,8 @@ class Engine:
         return tick
 
     def _pass(self, tick: Tick) -> None:
-        plan = self.scheduler.plan(self._near(), self.clock())
+        gathers = None if self.load is None else self.load.gathers
+        plan = self.scheduler.plan(self._near(), self.clock(), gathers)
         if plan is None:
             return
         try:

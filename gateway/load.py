@@ -133,6 +133,20 @@ class Load:
             self._lookup_best[num_rows] = best
         return self._lookup_best[num_rows]
 
+    def gathers(self, num_tokens: int, num_rows: int, num_drafting: int) -> bool:
+        """Whether a large pass over num_tokens of num_rows rows should wait for the num_drafting that draft.
+
+        It should while the rows that one more small pass is expected to bring make it worth more tokens per
+        ms, their share of that small pass included; what the others draft meanwhile they would draft anyway.
+        """
+        if len(self.costs) > 2:
+            return False
+        joins = num_drafting * (1 - self.keep)
+        now = num_rows / self._ms(Tier.LARGE, num_tokens)
+        small_ms = (1 - self.keep) * self._ms(Tier.SMALL, num_drafting)
+        large_ms = self._ms(Tier.LARGE, num_tokens * (1 + joins / num_rows))
+        return (num_rows + joins) / (small_ms + large_ms) > now
+
     def ride_pays(self, num_rows: int) -> bool:
         """Whether a deferred token should ride along with the large pass: it costs its share of that, and
         saves a token's pass where it stands."""

@@ -226,6 +226,11 @@ class Row:
         self.tier = Tier.LARGE
 
     @property
+    def starts(self) -> bool:
+        """Whether the first token is still to come."""
+        return not self.history.tokens
+
+    @property
     def protects(self) -> bool:
         """Whether the next token is the large model's because it is among the first."""
         return bool(self.passed) and self.passed[0].decision.reason is Reason.PROTECTED_PREFIX

@@ -116,3 +116,14 @@ def test_a_machine_that_became_slower_for_both_models_goes_on_routing() -> None:
     spent, alone = decode(load, 0.85, 1.0, 4.0, 120_000)
     assert load.cap(1) > 0
     assert spent < 0.8 * alone
+
+
+def test_a_large_pass_waits_while_company_is_cheaper_than_a_pass_of_its_own() -> None:
+    load = Load(FLAT)
+    load.keep = 0.7
+    # 50 ms for one row; or, of seven that draft, .3 join: 3.1 rows in 50 ms and .3 of the small pass's 10.
+    assert load.gathers(3, 1, 7)
+    # Seven rows in 50 ms are .14 a ms; 7.3 in 53 ms are fewer.
+    assert not load.gathers(21, 7, 1)
+    load.keep = 0.0
+    assert not Load(PER_TOKEN).gathers(3, 1, 7), "where every token has its full price company saves nothing"

@@ -17,6 +17,7 @@ class Waiting:
     ready_since: float
     unseen: int = 1
     together: int = 1
+    starts: bool = False
 
     def num_unseen(self, tier: Tier) -> int:
         return self.unseen
@@ -56,6 +57,27 @@ def test_large_rows_gather_until_the_oldest_is_due() -> None:
     assert S.plan(rows, now=1.009).tier is Tier.SMALL
     due = S.plan(rows, now=1.010)
     assert (due.tier, len(due.rows)) == (Tier.LARGE, 2)
+
+
+def test_a_first_token_does_not_wait_for_company() -> None:
+    rows = [large(1.0), Waiting(Tier.LARGE, 1.005, starts=True), small(1.006)]
+    plan = S.plan(rows, now=1.007)
+    assert (plan.tier, plan.rows) == (Tier.LARGE, (rows[0], rows[1]))
+
+
+def test_rows_gather_only_while_that_pays() -> None:
+    rows = [large(1.0, unseen=4), large(1.001, unseen=3), small(1.002), small(1.003), small(1.004)]
+    asked = []
+
+    def gathers(tokens: int, num_rows: int, drafting: int) -> bool:
+        asked.append((tokens, num_rows, drafting))
+        return len(asked) < 2
+
+    assert [S.plan(rows, 1.005, gathers).tier for _ in range(2)] == [Tier.SMALL, Tier.LARGE]
+    assert asked == [(7, 2, 3)] * 2
+    # The deadline asks nobody.
+    assert S.plan(rows, 1.011, gathers).tier is Tier.LARGE
+    assert len(asked) == 2
 
 
 def test_once_due_the_older_tier_goes_first() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 from gateway.bench.taped import recording
+from gateway.config import EngineConfig
 from gateway.core import Mode, Sampling, Tick, Tier
 from gateway.load import Load
 from gateway.loading import Loaded
@@ -15,7 +16,7 @@ from gateway.policy import Policy
 from gateway.request import Request
 from gateway.scheduler import Scheduler
 
-LARGE_WAIT_S = 0.002
+LARGE_WAIT_S = EngineConfig().large_wait_ms / 1000
 PREFILL_CHUNK = 256
 
 
