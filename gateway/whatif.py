@@ -59,8 +59,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Decisions by output position; flips: positions whose action differs from the recorded one.
-
+    """Decisions by output position; the reason is None where nobody would be asked, behind a deferred token that
+    rode along. flips: positions whose action differs from the recorded one.
     exact_until: first position whose decision is an estimate, None if all are exact. unknown: positions that
     cannot be decided (the small model said nothing there); they keep their recorded action.
     """
@@ -95,10 +95,16 @@ def what_if(
     for position in _positions(rows):
         i = position.decided
         action = rows.action[i]
-        if action is None:
+        if action is None and rows.outcome[i] is not Outcome.BONUS:
             # A fork's given token: nobody decided it.
             _push_given(history, rows, position.written)
             continue
+        if action is None and found.deferred_last:
+            # Behind a deferred token that rode along nobody is asked.
+            found.pass_by(rows.idx[i])
+            _push_given(history, rows, position.written)
+            continue
+        action = action or Action.DEFER
         limit = _limit(rows, i, recorded, policy)
         decision, proposal = _decide(rows, i, policy, history, limit)
         if decision is None:
@@ -129,8 +135,17 @@ class _Answer:
         self.kept: list[float | None] = []
         self.num_recorded_kept = 0
 
+    @property
+    def deferred_last(self) -> bool:
+        """Whether the position before would be left to the large model."""
+        return bool(self.decisions) and self.decisions[-1]["action"] == Action.DEFER
+
+    def pass_by(self, idx: int) -> None:
+        """The large model's token, without a decision."""
+        self.decisions.append({"idx": idx, "action": Action.DEFER.value, "reason": None, "score": None})
+
     def add(self, rows: Rows, i: int, decision: Decision, same_token: bool) -> None:
-        idx, action = rows.idx[i], rows.action[i]
+        idx, action = rows.idx[i], rows.action[i] or Action.DEFER
         self.decisions.append(
             {
                 "idx": idx,

@@ -188,7 +188,8 @@ STEPS: tuple[Column, ...] = (
     Column(
         "outcome",
         "VARCHAR",
-        "`kept`, `accepted`, `recovered`, `bonus`, `large`, `forced`: output; `rejected`, `discarded`: not",
+        "`kept`, `accepted`, `recovered`, `bonus`, `large`, `forced`: output; `rejected`, `discarded`: not. "
+        "A `bonus` behind a deferred token that rode along was nobody's decision: `action` is null",
     ),
     Column("audit_agrees", "BOOLEAN", "whether the row's token is the large model's choice"),
     Column("audit_source", "VARCHAR", "what found that out: `verify`, `catchup`, `posthoc`, `shadow`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 from fakes import Answer, Logits, ask_for, decode_one, fake_engine, near, noise_logits
@@ -85,10 +86,16 @@ def test_what_rode_replays_and_asks_what_if_without_a_flip(accept: Accept, thres
     assert replay(row, steps).mismatches == []
     asked = what_if(row, steps, policy)
     assert (asked.flips, asked.exact_until, asked.unknown) == ([], None, [])
-    assert set(undecided).isdisjoint(decision["idx"] for decision in asked.decisions)
-    # Under settings that keep everything the positions are still those of the recorded text.
+    assert [d["idx"] for d in asked.decisions] == list(range(40))
+    assert [d["idx"] for d in asked.decisions if d["reason"] is None] == undecided
+    assert {d["action"] for d in asked.decisions if d["reason"] is None} == {"defer"}
+    # Under settings that keep all they can, somebody decides wherever the token before is not deferred.
     kept = what_if(row, steps, replace(policy, threshold=0.0, max_small_run=100, draft_length=50))
-    assert [decision["idx"] for decision in kept.decisions] == [d["idx"] for d in asked.decisions]
+    assert [decision["idx"] for decision in kept.decisions] == list(range(40))
+    for before, decision in pairwise(kept.decisions):
+        assert before["action"] == "defer" or decision["reason"] is not None
+    assert {i for i in undecided if kept.decisions[i]["action"] == "keep"} <= set(kept.flips)
+    assert set(kept.flips) & set(undecided)
 
 
 def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() -> None:
