@@ -49,8 +49,8 @@ class Plan(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Scheduler:
-    """large_wait_s: longest a row waits for company before a pass of a model other than the small one. It does
-    not wait for its first token.
+    """large_wait_s: longest a row waits for company before a pass of a model other than the small one. It
+    does not wait for its first token.
 
     prefill_chunk: most prefill tokens a pass."""
 

@@ -59,8 +59,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Decisions by output position; the reason is None where nobody would be asked, behind a deferred token that
-    rode along. flips: positions whose action differs from the recorded one.
+    """Decisions by output position; the reason is None where nobody would be asked, behind a deferred token
+    that rode along. flips: positions whose action differs from the recorded one.
     exact_until: first position whose decision is an estimate, None if all are exact. unknown: positions that
     cannot be decided (the small model said nothing there); they keep their recorded action.
     """
