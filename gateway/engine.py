@@ -163,6 +163,7 @@ class Engine:
         """Admit what fits, take an answer that has landed or run one pass, commit what it settles."""
         self.num_ticks += 1
         tick = Tick(self.num_ticks)
+        self.rounds.count()
         self._admit(tick)
         self._send_off(tick)
         landed = self.flights.take()
@@ -218,6 +219,7 @@ class Engine:
             row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()
             self.rows.append(row)
+            self.rounds.count()
             out = Output()
             self.rounds.begin(row, out, tick)
             if out.steps:

@@ -44,11 +44,11 @@ class Rounds:
         self.load = load
         self.answers = answers
         self.clock = clock
+        self.num_decoding = 0
 
-    @property
-    def num_decoding(self) -> int:
-        """Rows whose client still waits."""
-        return sum(row.finished is None for row in self.rows)
+    def count(self) -> None:
+        """Take stock of the rows whose client still waits: once a tick, not for each of its rows."""
+        self.num_decoding = sum(row.finished is None for row in self.rows)
 
     def begin(self, row: Row, out: Output, tick: Tick) -> None:
         """A row's first round; a fork's given tokens are written before it.
