@@ -23,6 +23,9 @@ from gateway.replay import recorded_policy
 NUM_BINS = 20
 """Score bins of equal width over [0, 1], in which labels are pooled."""
 
+MAY_RIDE = frozenset({Reason.LOW_CONFIDENCE, Reason.FACT_GUARD, Reason.PROBE})
+"""Rules that defer a token which may then ride along; the others ask for none, or a loop keeps it back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Labels:
@@ -99,7 +102,7 @@ def what_if(
             # A fork's given token: nobody decided it.
             _push_given(history, rows, position.written)
             continue
-        if action is None and found.deferred_last:
+        if action is None and found.may_ride:
             # Behind a deferred token that rode along nobody is asked.
             found.pass_by(rows.idx[i])
             _push_given(history, rows, position.written)
@@ -136,9 +139,9 @@ class _Answer:
         self.num_recorded_kept = 0
 
     @property
-    def deferred_last(self) -> bool:
-        """Whether the position before would be left to the large model."""
-        return bool(self.decisions) and self.decisions[-1]["action"] == Action.DEFER
+    def may_ride(self) -> bool:
+        """Whether the token of the position before would be deferred and could ride along."""
+        return bool(self.decisions) and self.decisions[-1]["reason"] in MAY_RIDE
 
     def pass_by(self, idx: int) -> None:
         """The large model's token, without a decision."""
@@ -250,10 +253,12 @@ def _push(
 ) -> None:
     written = rows.token_id[position.written]
     if written is None or proposal is None:
-        # Without token ids any will do, as long as they are equal where the models agreed.
+        # Without token ids any will do, as long as they are equal where the proposal was written.
         written = written or 0
         recovered = position.written != position.decided
-        proposal = -1 if recovered or rows.audit_agrees[position.decided] is False else written
+        own = rows.tier[position.written] is Tier.SMALL or decision.reason is Reason.LOOKUP_HIT
+        differs = rows.audit_agrees[position.decided] is False and not own
+        proposal = -1 if recovered or differs else written
     if decision.reason is Reason.BUDGET:
         history.keep(written)
     elif decision.reason is Reason.LOOKUP_HIT:

@@ -106,6 +106,29 @@ def test_and_so_it_does_without_token_ids(policy, seed):
     assert replayed(policy, answer, Capture.SIGNALS).mismatches == []
 
 
+@pytest.mark.parametrize("accept", list(Accept))
+def test_what_if_decides_alike_without_token_ids(accept):
+    """Looked-up and leniently accepted tokens stood although the small, or the large model, said others."""
+    differed = 0
+    for seed in range(8):
+        policy = Policy(
+            accept=accept,
+            protect_first=0,
+            threshold=0.2,
+            draft_length=3,
+            small_repetition_penalty=1.5,
+            loop_limit=0,
+        )
+        policy, answer = run(policy, seed=seed, temperature=0.7)
+        row = {"request_id": "r", "choice": 0, "policy": asdict(policy)}
+        tables = [step_table(answer.tape, [1] * len(answer.tape), c) for c in (Capture.FULL, Capture.SIGNALS)]
+        full, blind = (what_if(row, table, policy).decisions for table in tables)
+        assert blind == full
+        differed += sum(s.audit_agrees is False and s.tier is not Tier.LARGE for s in answer.output)
+
+    assert differed
+
+
 @pytest.mark.parametrize("accept", [Accept.EXACT, Accept.TRUST])
 def test_and_so_it_does_from_a_forks_given_tokens_on(accept):
     given_tokens = tuple((i % 3, tier) for i, tier in enumerate([Tier.LARGE, Tier.SMALL, Tier.SMALL] * 2))

@@ -89,11 +89,19 @@ def test_what_rode_replays_and_asks_what_if_without_a_flip(accept: Accept, thres
     assert [d["idx"] for d in asked.decisions] == list(range(40))
     assert [d["idx"] for d in asked.decisions if d["reason"] is None] == undecided
     assert {d["action"] for d in asked.decisions if d["reason"] is None} == {"defer"}
+    # And where none would be asked for its word, or every token of the prefix is protected, that is said.
+    for other, reason in (
+        (replace(policy, mode=Mode.LARGE_ONLY), "mode"),
+        (replace(policy, protect_first=40), "protected_prefix"),
+    ):
+        assert {d["reason"] for d in what_if(row, steps, other).decisions} == {reason}
     # Under settings that keep all they can, somebody decides wherever the token before is not deferred.
     kept = what_if(row, steps, replace(policy, threshold=0.0, max_small_run=100, draft_length=50))
     assert [decision["idx"] for decision in kept.decisions] == list(range(40))
-    for before, decision in pairwise(kept.decisions):
-        assert before["action"] == "defer" or decision["reason"] is not None
+    single = what_if(row, steps, replace(policy, threshold=0.0, draft_length=1))
+    assert Reason.DRAFT_FULL in {d["reason"] for d in single.decisions}
+    for before, decision in (*pairwise(kept.decisions), *pairwise(single.decisions)):
+        assert decision["reason"] is not None or before["reason"] == "low_confidence"
     assert {i for i in undecided if kept.decisions[i]["action"] == "keep"} <= set(kept.flips)
     assert set(kept.flips) & set(undecided)
 
