@@ -31,7 +31,7 @@ BELIEVED = (0.7, 0.9, 0.7, 0.5, 0.8)
 """What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen."""
 
 FORGET = 0.002
-"""Share by which a pass without drafts brings them back to that, so that routing is tried again some day."""
+"""Share by which a pass brings back to that what is not tried now, so that it is tried again some day."""
 
 PACE_EMA = 0.9
 """Weight of the past in a tier's pace."""
@@ -238,11 +238,7 @@ class Load:
             if self.off_ms <= 0:
                 self.spent_ms = self.large_only_ms = self._since_off_ms = 0.0
             return
-        if self.cap(num_rows) == 0:
-            seen = (self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit)
-            self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = (
-                (1 - FORGET) * now + FORGET * then for now, then in zip(seen, BELIEVED, strict=True)
-            )
+        self._forget(num_rows)
         self._since_off_ms += ms
         fade = max(0.0, 1 - ms / WINDOW_MS)
         alone = self._ms(Tier.LARGE, num_rows) / num_rows if num_rows else 0.0
@@ -254,6 +250,22 @@ class Load:
             self._hold_ms = min(2 * self._hold_ms, LONGEST_HOLD_MS)
         elif self._since_off_ms >= LONGEST_HOLD_MS:
             self._hold_ms = FIRST_HOLD_MS
+
+    def _forget(self, num_rows: int) -> None:
+        """A chance that nothing is staked on is seen no more: what was believed of it comes back."""
+        off = self.cap(num_rows) == 0
+        untried = (
+            off,
+            off,
+            off or not self.lookup_cap(num_rows),
+            off or not self.ride_pays(num_rows),
+            off or not self.guess_cap(num_rows),
+        )
+        seen = (self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit)
+        self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = (
+            (1 - FORGET) * now + FORGET * then if rests else now
+            for now, then, rests in zip(seen, BELIEVED, untried, strict=True)
+        )
 
     def _keep_pace(self, tier: Tier, ms: float, num_fed: int) -> None:
         slower = ms / self.costs[tier](num_fed)

@@ -48,6 +48,28 @@ def test_after_a_bad_answer_routing_is_tried_again() -> None:
     assert load.cap(1) > 0
 
 
+def test_what_one_bad_answer_switched_off_is_tried_again_although_drafts_go_on() -> None:
+    """Ten ms a token: lookups, riders and guesses pay only while they are likely to be right."""
+    small = CostTable((1, 100), (0.1, 0.1))
+    load = Load({Tier.SMALL: small, Tier.LARGE: CostTable((1, 2, 100), (50.0, 60.0, 1040.0))})
+
+    def tried() -> tuple[bool, bool, bool, bool]:
+        return load.cap(1) > 0, load.lookup_cap(1) > 0, load.ride_pays(1), load.guess_cap(1) > 0
+
+    assert tried() == (True,) * 4
+    for _ in range(400):
+        load.saw_verified(Tier.LOOKUP, 0, 1)
+        load.saw_rider(False, guessed=False)
+        load.saw_rider(False, guessed=True)
+    load.saw_pass(Tier.LARGE, 50.0, 1, 2, 1)
+    assert tried() == (True, False, False, False)
+    keep, hit = load.keep, load.hit
+    for _ in range(2000):
+        load.saw_pass(Tier.LARGE, 50.0, 1, 2, 1)
+    assert tried() == (True,) * 4
+    assert (load.keep, load.hit) == (keep, hit)
+
+
 def test_lookup_drafts_cost_only_their_share_of_the_large_pass() -> None:
     load = Load(FLAT)
     assert load.lookup_cap(1) == load.longest
