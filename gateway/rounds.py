@@ -65,7 +65,7 @@ class Rounds:
             else:
                 row.history.keep(token)
             row.append(token)
-            row.owe(step, signals=mode.runs_small, label=mode.runs_large)
+            row.owe(step, signals=mode.runs_small, label=True)
             self._write(row, step, out, tick)
             if row.finished is not None:
                 return

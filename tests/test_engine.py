@@ -468,6 +468,14 @@ def test_forced_tokens_of_a_fork_are_written_and_decoding_goes_on_from_them() ->
             assert row.p_large == pytest.approx(softmax(LARGE, context)[row.token_id], abs=1e-6)
 
 
+def test_an_audited_fork_of_the_small_model_alone_is_labelled_from_its_first_token() -> None:
+    request = ask_for("f", policy=Policy(mode=Mode.SMALL_ONLY), max_tokens=9)
+    fork = decode_one(engine(), replace(request, audited=True, forced=((B, Tier.SMALL), (A, Tier.LARGE))))
+    assert fork.audit is AuditStatus.COMPLETE
+    for row in fork.output:
+        assert row.large_choice == best(LARGE, context_of(request, fork, row.idx))
+
+
 def test_a_fork_whose_given_tokens_end_the_answer_decodes_nothing() -> None:
     request = ask_for("f", max_tokens=9, stop=("ba",))
     got = decode_one(engine(), replace(request, forced=((B, Tier.LARGE), (A, Tier.SMALL), (C, Tier.LARGE))))
