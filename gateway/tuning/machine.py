@@ -41,5 +41,6 @@ def runner_for(config: Config, rows: int, max_tokens: int) -> Iterator[Machine]:
         rows,
         config.engine.max_model_len,
         prefixes=PrefixCache(KEPT_ROWS),
+        ride_along=config.engine.ride_along,
     )
     yield Machine(Runner(engine, max_tokens), loaded.served, loaded.tokenizer, loaded.costs)
