@@ -138,6 +138,11 @@ def _rules(found: Verdict | None, row: Mapping[str, Any], steps: Steps, position
                 )
         elif row.get("outcome") == "forced":
             said = "This token was given with the fork, not decoded."
+        elif row.get("outcome") == "bonus" and not row.get("middle"):
+            said = (
+                "No rule decided this row. The token before rode along and was the large model's own, so the "
+                "same pass gave this one too."
+            )
         return f'<div class="tt-rules tt-dim">{said}</div>'
     cells = ""
     for rule in found.rules:

@@ -10,7 +10,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from replay_ui.pieces import CLOSE, OPEN, visible
-from replay_ui.steps import Steps
+from replay_ui.steps import UNWRITTEN, Steps
 
 DASH = "\u2013"
 
@@ -188,17 +188,18 @@ def _find_alone(steps: Steps, text: str) -> list[int]:
     return [p for p in steps.written if needle in steps.tokens[p].decode("utf-8", "replace").lower()]
 
 
-def what_if_sentence(
-    answer: Mapping[str, Any], recorded: Sequence[Any], exact: bool
-) -> tuple[str, list[str]]:
+def kept_share(steps: Steps) -> float | None:
+    """Kept decisions over the output's positions, as what-if counts them; None where nothing was decoded."""
+    outcomes, actions = steps.column("outcome"), steps.column("action")
+    decoded = sum(outcome not in UNWRITTEN and outcome != "forced" for outcome in outcomes)
+    kept = sum(a == "keep" and o != "discarded" for a, o in zip(actions, outcomes, strict=True))
+    return kept / decoded if decoded else None
+
+
+def what_if_sentence(answer: Mapping[str, Any], exact: bool) -> tuple[str, list[str]]:
     """(what changes, notes): the kept share before and after, the first flip, and the estimate."""
     estimate = answer.get("estimate") or {}
-    actions = [a for a in recorded if a is not None]
-    before = sum(a == "keep" for a in actions) / len(actions) if actions else None
-    decisions = answer.get("decisions") or []
-    after = estimate.get("kept_share")
-    if after is None and decisions:
-        after = sum(d["action"] == "keep" for d in decisions) / len(decisions)
+    before, after = estimate.get("recorded_kept_share"), estimate.get("kept_share")
     flips = answer.get("flips") or []
     said = f"kept {share(before)} → {share(after)}"
     if not flips:

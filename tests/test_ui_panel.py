@@ -55,6 +55,14 @@ def test_the_token_instead_says_what_its_tier_decided() -> None:
     assert "overruled" not in drawn
 
 
+def test_a_bonus_that_rode_along_says_that_nobody_decided_it() -> None:
+    row = {"seq": 1, "idx": 1, "token_id": 66, "token_bytes": b"B", "tier": "large", "outcome": "bonus"}
+    rode = Steps.read({name: [value] for name, value in row.items()})
+    drawn = panel.card(Policy(), rode, 0, {})
+    assert "No rule decided this row" in drawn
+    assert "rode along" in drawn
+
+
 def test_tokens_that_only_a_middle_tier_named_are_asked_for() -> None:
     row = REJECTED | {"middle": [VIEW | {"topk_ids": [66, 99], "choice": 98}]}
     alone = Steps.read({name: [value] for name, value in row.items()})

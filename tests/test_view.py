@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -89,14 +90,30 @@ def test_find_reaches_over_split_characters(steps: Steps) -> None:
     assert b"".join(steps.tokens[p] for p in found).decode() == "你好"
 
 
+def test_the_kept_share_is_of_output_positions_as_what_if_counts_them() -> None:
+    """A kept draft and the bonus behind it; one refused, replaced, and what came behind thrown away; one
+    deferred and one that rode along with it: two of five."""
+    rows = [
+        ("accepted", "keep"), ("bonus", "defer"), ("rejected", "keep"), ("discarded", "keep"),
+        ("recovered", None), ("large", "defer"), ("bonus", None),
+    ]  # fmt: skip
+    columns: dict[str, list[Any]] = {name: [0] * len(rows) for name in ("seq", "idx", "token_id")}
+    columns |= {"outcome": [o for o, _ in rows], "action": [a for _, a in rows]}
+    assert view.kept_share(Steps.read(columns)) == 2 / 5
+    given = {"seq": [0], "idx": [0], "token_id": [0], "outcome": ["forced"], "action": [None]}
+    assert view.kept_share(Steps.read(given)) is None
+
+
 def test_what_if_says_shares_flips_and_labels() -> None:
     answer = {
         "first_flip": 23,
         "flips": [23, 40],
-        "estimate": {"kept_share": 0.52, "agreement": 0.981, "low": 0.972, "high": 0.988, "labels": 1204},
-    }
-    recorded = ["keep", "keep", "defer", None]
-    said, notes = view.what_if_sentence(answer, recorded, exact=False)
+        "estimate": {
+            "kept_share": 0.52, "recorded_kept_share": 2 / 3,
+            "agreement": 0.981, "low": 0.972, "high": 0.988, "labels": 1204,
+        },
+    }  # fmt: skip
+    said, notes = view.what_if_sentence(answer, exact=False)
     assert said == "kept 67 % → 52 %; 2 flips, first at step 23"
     assert notes[0] == "est. agreement 0.981 [0.972, 0.988] from 1,204 labels"
     assert notes[1] == "beyond this point the text itself would differ; fork to see it"
@@ -104,18 +121,18 @@ def test_what_if_says_shares_flips_and_labels() -> None:
 
 def test_what_if_under_exact_says_why_nothing_greys() -> None:
     answer = {"first_flip": 3, "flips": [3], "estimate": {"kept_share": 0.5}}
-    _, notes = view.what_if_sentence(answer, ["keep"], exact=True)
+    _, notes = view.what_if_sentence(answer, exact=True)
     assert "the text is the same whatever the settings" in notes[-1]
 
 
 def test_what_if_without_flips() -> None:
-    said, notes = view.what_if_sentence({"first_flip": None, "flips": []}, ["keep", "defer"], exact=False)
+    said, notes = view.what_if_sentence({"first_flip": None, "flips": []}, exact=False)
     assert said.endswith("no decision flips")
     assert notes == []
 
 
 def test_what_if_says_how_far_the_decisions_are_exact() -> None:
     answer = {"first_flip": 3, "flips": [3, 9], "exact_until": 9, "unknown": [1]}
-    _, notes = view.what_if_sentence(answer, ["keep"], exact=False)
+    _, notes = view.what_if_sentence(answer, exact=False)
     assert "up to step 9" in notes[1]
     assert notes[2] == "undecided where the small model said nothing: 1"

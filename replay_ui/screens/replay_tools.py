@@ -138,7 +138,7 @@ def what_if(shown: View, summary: Mapping[str, Any], steps: Steps, answer: dict[
                     help=f"{why}; recorded: {recorded:g}",
                 )
         if answer is None:
-            kept = view.share(_kept(steps))
+            kept = view.share(view.kept_share(steps))
             st.html(
                 f'<div class="tt-whatif tt-dim">kept {kept} as recorded; move a slider to see flips</div>'
             )
@@ -151,15 +151,10 @@ def what_if(shown: View, summary: Mapping[str, Any], steps: Steps, answer: dict[
             st.caption(plain(f"{said} {problem.then}"))
             return
         exact = view.setting(summary, "accept") == str(Accept.EXACT)
-        said, notes = view.what_if_sentence(answer, steps.column("action"), exact)
+        said, notes = view.what_if_sentence(answer, exact)
         with st.container(horizontal=True, vertical_alignment="top", wrap=False):
             st.html(f'<div class="tt-whatif"><b>{said}</b><br>{"; ".join(notes)}</div>')
             st.button("Reset", key="b_reset", on_click=back, type="tertiary")
-
-
-def _kept(steps: Steps) -> float | None:
-    actions = [a for a in steps.column("action") if a is not None]
-    return sum(a == "keep" for a in actions) / len(actions) if actions else None
 
 
 def _change(**what: Any) -> None:
