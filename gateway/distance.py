@@ -54,11 +54,8 @@ class Distance(Load):
         self._changed()
         self._keep_pace(tier, ms, num_fed)
 
-    def saw_call(self, ms: float, num_asked: int) -> None:
-        """A call to the large model about num_asked positions came back after `ms`."""
+    def saw_call(self, ms: float, num_asked: int, num_rows: int) -> None:
+        """A call to the large model about num_asked positions came back after `ms`, num_rows decoding."""
         self._changed()
         self._keep_pace(Tier.LARGE, ms, num_asked)
-
-    def _changed(self) -> None:
-        self._best.clear()
-        self._lookup_best.clear()
+        self._forget(num_rows)

@@ -277,7 +277,7 @@ class Engine:
         stamp = self._record(tick, row.tier, [job], heard.ms, 0.0, adapted=row.load_cap == 0)
         row.counts.large_passes += 1
         if isinstance(self.load, Distance):
-            self.load.saw_call(heard.ms, len(job.asks))
+            self.load.saw_call(heard.ms, len(job.asks), self.rounds.num_decoding)
         views = [(ask.position, reading) for ask, reading in zip(job.asks, heard.readings, strict=True)]
         self._hear(row.tier, row, views, stamp, tick)
 

@@ -229,9 +229,7 @@ class Load:
 
     def saw_pass(self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int) -> None:
         """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""
-        self._best.clear()
-        self._lookup_best.clear()
-        self._guess_best.clear()
+        self._changed()
         self._keep_pace(tier, ms, num_fed)
         if self.off_ms > 0:
             self.off_ms -= ms
@@ -250,6 +248,11 @@ class Load:
             self._hold_ms = min(2 * self._hold_ms, LONGEST_HOLD_MS)
         elif self._since_off_ms >= LONGEST_HOLD_MS:
             self._hold_ms = FIRST_HOLD_MS
+
+    def _changed(self) -> None:
+        self._best.clear()
+        self._lookup_best.clear()
+        self._guess_best.clear()
 
     def _forget(self, num_rows: int) -> None:
         """A chance that nothing is staked on is seen no more: what was believed of it comes back."""

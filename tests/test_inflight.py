@@ -334,8 +334,20 @@ def test_the_longer_the_round_trip_the_more_drafts_a_call_carries() -> None:
     here = Distance(costs(2.0, 5.0))
     before = here.best(1)[0]
     for _ in range(60):
-        here.saw_call(90.0, 4)
+        here.saw_call(90.0, 4, 1)
     assert here.best(1)[0] > before
+
+
+def test_what_one_bad_answer_switched_off_is_drafted_again_some_day() -> None:
+    load = Distance(costs(10.0, 80.0))
+    for _ in range(100):
+        load.saw_proposal(False)
+        load.saw_verified(Tier.SMALL, 0, 1)
+    load.saw_call(80.0, 1, 1)
+    assert load.cap(1) == 0
+    for _ in range(1000):
+        load.saw_call(80.0, 1, 1)
+    assert load.cap(1) > 0
 
 
 def test_where_drafting_takes_longer_than_it_saves_none_is_made() -> None:
