@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     examples = None if arguments.tape is None else labelled(arguments.tape, hidden=arguments.hidden_state)
     stable = config.policies["stable"] if arguments.config is not None else None
     base = default_policy(arguments.accept, stable)
-    with runner_for(config, arguments.rows, arguments.max_tokens) as machine:
+    # In service load may take away what rides along, and the small model writes those tokens: so it does here.
+    with runner_for(config, arguments.rows, arguments.max_tokens, ride_along=False) as machine:
         html_path, png_path, saved_path = report_paths(arguments.out)
         about = {
             "small_hash": machine.served.small_hash,
@@ -100,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             "numerics": machine.served.numerics,
             "max_tokens": arguments.max_tokens,
             "hidden_state": arguments.hidden_state,
+            "ride_along": False,
         }
         done = calibrate(
             machine.runner,

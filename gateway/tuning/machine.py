@@ -31,8 +31,11 @@ class Machine:
 
 
 @contextmanager
-def runner_for(config: Config, rows: int, max_tokens: int) -> Iterator[Machine]:
-    """Load the config's pair; it is let go at the end. Raises ConfigError."""
+def runner_for(
+    config: Config, rows: int, max_tokens: int, *, ride_along: bool | None = None
+) -> Iterator[Machine]:
+    """Load the config's pair; it is let go at the end. ride_along: instead of the config's. Raises
+    ConfigError."""
     check_pair(config)
     loaded = load_pair(config, timed=True)
     assert loaded.costs is not None
@@ -41,6 +44,6 @@ def runner_for(config: Config, rows: int, max_tokens: int) -> Iterator[Machine]:
         rows,
         config.engine.max_model_len,
         prefixes=PrefixCache(KEPT_ROWS),
-        ride_along=config.engine.ride_along,
+        ride_along=config.engine.ride_along if ride_along is None else ride_along,
     )
     yield Machine(Runner(engine, max_tokens), loaded.served, loaded.tokenizer, loaded.costs)
