@@ -27,8 +27,11 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
-BELIEVED = (0.7, 0.9, 0.7, 0.5, 0.8)
+BELIEVED = (0.55, 0.85, 0.7, 0.5, 0.8)
 """What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen."""
+
+SETTLED = 8
+"""Tokens that the small model lacks of a row it has been drafting for: what a round left it, no debt."""
 
 FORGET = 0.002
 """Share by which a pass brings back to that what is not tried now, so that it is tried again some day."""
@@ -112,7 +115,7 @@ class Load:
         """`cap` for one row: 0 also where the small model would have to read `debt` tokens first and what is
         left to write (half of num_left, since answers end early) would not earn that back."""
         cap = self.cap(num_rows)
-        if cap == 0 or debt <= 2 * self.longest or len(self.costs) > 2:
+        if cap == 0 or debt <= SETTLED or len(self.costs) > 2:
             return cap
         _, speed = self.best(num_rows)
         saved_per_token = self._ms(Tier.LARGE, num_rows) / num_rows * (1 - 1 / speed)

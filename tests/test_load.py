@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gateway.core import Tier
-from gateway.load import FIRST_HOLD_MS, REGRET_LIMIT, WINDOW_MS, CostTable, Load
+from gateway.load import FIRST_HOLD_MS, REGRET_LIMIT, SETTLED, WINDOW_MS, CostTable, Load
 
 FLAT = {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
 PER_TOKEN = {Tier.SMALL: CostTable((1, 100), (4.0, 400.0)), Tier.LARGE: CostTable((1, 100), (10.0, 1000.0))}
@@ -81,7 +81,8 @@ def test_a_long_debt_is_paid_only_by_a_long_answer() -> None:
     load = Load({Tier.SMALL: small, Tier.LARGE: FLAT[Tier.LARGE]})
     cap = load.cap(1)
     assert cap > 0
-    assert load.cap_for(1, debt=10, num_left=1) == cap
+    assert load.cap_for(1, debt=SETTLED, num_left=1) == cap
+    assert load.cap_for(1, debt=SETTLED + 1, num_left=1) == 0
     assert load.cap_for(1, debt=900, num_left=10) == 0
     assert load.cap_for(1, debt=900, num_left=1000) == cap
 
