@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     examples = None if arguments.tape is None else labelled(arguments.tape, hidden=arguments.hidden_state)
     stable = config.policies["stable"] if arguments.config is not None else None
     base = default_policy(arguments.accept, stable)
-    # In service load may take away what rides along, and the small model writes those tokens: so it does here.
+    # In service load may take away what rides along, and the small model writes that: so it does here.
     with runner_for(config, arguments.rows, arguments.max_tokens, ride_along=False) as machine:
         html_path, png_path, saved_path = report_paths(arguments.out)
         about = {
