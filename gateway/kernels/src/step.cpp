@@ -330,10 +330,16 @@ void pack(Worker me, const void* weight, Dtype type, int64_t n, int64_t k, int64
   each(me, blocks, [&](int64_t b) { (bits == 4 ? pack_block4 : pack_block)(weight, type, n, k, b, packed, scale); });
 }
 
+#if defined(__AMX_INT8__)
+thread_local TileConfig found;  // what another library set once for this thread, as llama.cpp does, it keeps
+#endif
+
 void enter(bool amx) {
 #if defined(__AMX_INT8__)
   static constexpr TileConfig config{};  // in memory: gcc does not see that the instruction reads all 64 bytes
-  if (amx) _tile_loadconfig(&config);
+  if (!amx) return;
+  _tile_storeconfig(&found);
+  _tile_loadconfig(&config);
 #else
   (void)amx;
 #endif
@@ -341,7 +347,9 @@ void enter(bool amx) {
 
 void leave(bool amx) {
 #if defined(__AMX_INT8__)
-  if (amx) _tile_release();
+  if (!amx) return;
+  if (found.palette) _tile_loadconfig(&found);
+  else _tile_release();
 #else
   (void)amx;
 #endif
