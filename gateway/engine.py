@@ -58,6 +58,7 @@ class Engine:
     distant: tiers elsewhere; a row's job goes out on its own, and meanwhile the small model drafts on
     (draft_ahead).
     ride_along: what the small model says where it defers is read by the large model along with the drafts.
+    guesses: so is what it says in advance where the large model writes anyway, in the protected prefix.
     degrades: when such a tier gives no answer, the small model writes on; else the request fails.
     load: caps drafts by what they are worth (None: drafts are never capped). answers: earlier answers to look
     tokens up in (None: only the row's own text). prefixes: finished rows whose keys and values may be reused.
@@ -78,14 +79,15 @@ class Engine:
         distant: Mapping[Tier, Distant] | None = None,
         degrades: bool = False,
         draft_ahead: bool = True,
-        ride_along: bool = True,
+        ride_along: bool = False,
+        guesses: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers = dict(tiers)
         self.distant = dict(distant or {})
         self.degrades = degrades
         self.draft_ahead = draft_ahead
-        self.ride_along = ride_along
+        self.rides = ride_along or guesses
         self.flights = InFlight()
         sizes = [tier.vocab_size for tier in self.tiers.values()]
         self.vocab_size = min(sizes + [tier.vocab_size for tier in self.distant.values()])
@@ -101,7 +103,7 @@ class Engine:
         self.waiting: deque[tuple[Request, Timings]] = deque()
         self.rows: list[Row] = []
         self.admission = Admission(self.tiers, tokenizer, pool, self.prefixes, max_model_len, self.distant)
-        self.rounds = Rounds(self.rows, load, answers, clock)
+        self.rounds = Rounds(self.rows, load, answers, clock, ride_along=ride_along, guesses=guesses)
         self.num_ticks = 0
         self.num_passes = 0
         self._full = False
@@ -214,7 +216,7 @@ class Engine:
                 return
             row.drafts_ahead = self.draft_ahead and Tier.LARGE in self.distant
             # A grammar's mask behind a token is known only once that token stands.
-            row.rides = self.ride_along and Tier.LARGE in self.tiers and len(row.levels) == 1
+            row.rides = self.rides and Tier.LARGE in self.tiers and len(row.levels) == 1
             row.rides &= row.constraint is None
             row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()

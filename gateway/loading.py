@@ -104,6 +104,7 @@ class EngineOptions(TypedDict, total=False):
     degrades: bool
     draft_ahead: bool
     ride_along: bool
+    guesses: bool
 
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:

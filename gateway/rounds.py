@@ -39,11 +39,16 @@ class Rounds:
         load: Load | None,
         answers: AnswerStore | None,
         clock: Callable[[], float],
+        *,
+        ride_along: bool,
+        guesses: bool,
     ) -> None:
         self.rows = rows
         self.load = load
         self.answers = answers
         self.clock = clock
+        self.ride_along = ride_along
+        self.guesses = guesses
         self.num_decoding = 0
 
     def count(self) -> None:
@@ -116,7 +121,7 @@ class Rounds:
         """How many protected tokens the small model should say ahead, to ride along: where they are the large
         model's own, one pass writes them all, up to the last one. The first token waits for nothing."""
         policy, position = row.request.policy, len(row.history.tokens)
-        if not row.rides or not position or row.load_cap == 0:
+        if not row.rides or not self.guesses or not position or row.load_cap == 0:
             return 0
         pays = policy.draft_length if self.load is None else self.load.guess_cap(self.num_decoding)
         return max(0, min(pays, min(policy.protect_first, row.most_tokens) - position - 1))
@@ -215,6 +220,7 @@ class Rounds:
         budget = policy.large_token_budget
         return (
             row.rides
+            and self.ride_along
             and decision.reason is not Reason.LOOP_GUARD
             and len(history.tokens) + 2 <= row.most_tokens
             and (budget is None or history.large_used + 2 <= budget)

@@ -441,7 +441,7 @@ def test_shadow_records_the_decisions_that_exact_routing_takes() -> None:
     ):
         request = ask_for(policy=policy, max_tokens=40)
         # A token that rode along leaves the position behind it undecided.
-        live = decode_one(engine(small, ride_along=False), request)
+        live = decode_one(engine(small, guesses=False), request)
         shadow = decode_one(engine(small), with_policy(request, mode=Mode.SHADOW))
         assert shadow.tokens == live.tokens
         assert {Tier.LARGE} == {r.tier for r in shadow.output}

@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_the_same_policy_with_both_models_here(
     rng = random.Random(seed)
     got = run(*far_engine(), requests, pick=rng.randrange, lag=lag)
     here = Gathered()
-    engine = fake_engine(SMALL, LARGE, vocab_size=VOCAB, ride_along=False)
+    engine = fake_engine(SMALL, LARGE, vocab_size=VOCAB, guesses=False)
     for request in requests:
         engine.add(request)
     while not engine.idle:

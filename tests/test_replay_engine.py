@@ -56,7 +56,8 @@ def run(policy, *, forced=(), budget=None, **sampling):
     request = ask_for(policy=policy, max_tokens=24, **sampling)
     if forced:
         request = _with_forced(request, forced)
-    return policy, decode(fake_engine(SMALL, LARGE, vocab_size=VOCABULARY), [request])["r", 0]
+    engine = fake_engine(SMALL, LARGE, vocab_size=VOCABULARY, ride_along=True)
+    return policy, decode(engine, [request])["r", 0]
 
 
 def _with_budget(policy, budget):

@@ -23,8 +23,11 @@ UNSURE = Policy(protect_first=0, threshold=1.0, lookup=False)
 """No gap reaches the threshold: the large model writes everything."""
 
 
+ALONE = {"ride_along": False, "guesses": False}
+
+
 def run(small: Logits, policy: Policy, num: int = 12, **options: object) -> Answer:
-    engine = fake_engine(small, LARGE, vocab_size=VOCAB, **options)
+    engine = fake_engine(small, LARGE, vocab_size=VOCAB, **{"ride_along": True, **options})
     return decode_one(engine, ask_for(policy=policy, max_tokens=num))
 
 
@@ -36,7 +39,7 @@ def large_passes(answer: Answer) -> int:
 @pytest.mark.parametrize("accept", list(Accept))
 def test_where_the_models_agree_a_pass_writes_two_tokens(accept: Accept) -> None:
     policy = replace(UNSURE, accept=accept)
-    rode, alone = run(LARGE, policy), run(LARGE, policy, ride_along=False)
+    rode, alone = run(LARGE, policy), run(LARGE, policy, **ALONE)
     assert rode.tokens == alone.tokens
     assert (large_passes(rode), large_passes(alone)) == (6, 12)
     for first, second in zip(rode.output[::2], rode.output[1::2], strict=True):
@@ -51,7 +54,7 @@ def test_where_the_models_agree_a_pass_writes_two_tokens(accept: Accept) -> None
 
 
 def test_a_rider_that_falls_costs_nothing_but_its_place() -> None:
-    rode, alone = run(OTHER, UNSURE), run(OTHER, UNSURE, ride_along=False)
+    rode, alone = run(OTHER, UNSURE), run(OTHER, UNSURE, **ALONE)
     assert rode.tokens == alone.tokens == run(OTHER, Policy(mode=Mode.LARGE_ONLY)).tokens
     agree = [step.small_choice == step.large_choice for step in alone.output]
     assert not all(agree)
@@ -131,7 +134,7 @@ def test_an_expected_round_counts_what_rides() -> None:
 def test_the_protected_prefix_is_guessed_and_stays_the_large_models() -> None:
     """The first token alone; then five guesses and a sixth token a pass, to the prefix's end."""
     policy = Policy(protect_first=13, draft_length=5, lookup=False, mode=Mode.ROUTED)
-    rode, alone = run(LARGE, policy, 13), run(LARGE, policy, 13, ride_along=False)
+    rode, alone = run(LARGE, policy, 13), run(LARGE, policy, 13, **ALONE)
     assert rode.tokens == alone.tokens
     assert (large_passes(rode), large_passes(alone)) == (3, 13)
     for one, other in zip(rode.output, alone.output, strict=True):
@@ -146,7 +149,7 @@ def test_the_protected_prefix_is_guessed_and_stays_the_large_models() -> None:
 def test_guesses_end_with_the_prefix_and_wrong_ones_fall(protect_first: int, draft_length: int) -> None:
     policy = Policy(protect_first=protect_first, draft_length=draft_length, threshold=0.2)
     for small in (LARGE, near(LARGE, 2, 1.0), OTHER):
-        rode, alone = run(small, policy, 24), run(small, policy, 24, ride_along=False)
+        rode, alone = run(small, policy, 24), run(small, policy, 24, **ALONE)
         assert rode.tokens == alone.tokens
         first = rode.output[:protect_first]
         assert {(s.tier, s.reason) for s in first} == {(Tier.LARGE, Reason.PROTECTED_PREFIX)}

@@ -110,7 +110,7 @@ def test_protected_tokens_are_the_large_models_and_the_middle_relieves_it(
         ask_for(f"p{i}", prompt, policy=policy, max_tokens=40) for i, prompt in enumerate(prompts()[30:35])
     ]
     # With a middle tier nothing rides along.
-    two = decode(tiny_pair.engine(ride_along=False), requests)
+    two = decode(tiny_pair.engine(guesses=False), requests)
     three = decode(tiny_pair.engine(middles=[middle]), requests)
     for request in requests:
         assert two[request.id, 0].tokens == three[request.id, 0].tokens
