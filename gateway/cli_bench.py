@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     peers, pairings = _peers(arguments), _pairings(arguments)
     loaded, workloads = _load(arguments, config, names, max(rows))
-    bench = Bench(loaded, MAX_MODEL_LEN)
+    bench = Bench(loaded, MAX_MODEL_LEN, ride_along=config.engine.ride_along)
     print(f"{loaded.served.small_model} + {loaded.served.large_model}, {loaded.served.numerics}")
     if arguments.sizing is not None:
         return _sizing(arguments, bench, rows, workloads[0])

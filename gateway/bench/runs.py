@@ -66,8 +66,9 @@ class Measured:
 class Bench:
     """Runs settings over one loaded pair; a new engine each time, so that nothing is remembered."""
 
-    def __init__(self, loaded: Loaded, max_model_len: int) -> None:
+    def __init__(self, loaded: Loaded, max_model_len: int, *, ride_along: bool = False) -> None:
         self.loaded = loaded
+        self.ride_along = ride_along
         self.max_model_len = max_model_len
 
     def requests(self, setting: Setting, prompts: Sequence[str], max_tokens: int) -> list[Request]:
@@ -99,7 +100,11 @@ class Bench:
         if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
             load = Load(self.loaded.costs)
         engine = self.loaded.engine(
-            Scheduler(LARGE_WAIT_S, PREFILL_CHUNK), num_rows or len(prompts), self.max_model_len, load=load
+            Scheduler(LARGE_WAIT_S, PREFILL_CHUNK),
+            num_rows or len(prompts),
+            self.max_model_len,
+            load=load,
+            ride_along=self.ride_along,
         )
         requests = self.requests(setting, prompts, max_tokens)
         with recording(self.loaded.served, requests) if setting.tape else nullcontext() as record:
