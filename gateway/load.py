@@ -82,13 +82,17 @@ class Load:
     to none while it says that they lose.
 
     keep: chance that a proposal is kept. hit, lookup_hit: chance that a kept, a looked-up token is accepted;
+    rides: whether deferred tokens may ride along at all.
     ride_hit, guess_hit: chance that a deferred token, one guessed where the large model writes, is its own;
     running averages. pace: how much longer than its table a tier's passes take now, since a shared machine is
     not always as fast as when it was measured.
     """
 
-    def __init__(self, costs: Mapping[Tier, CostTable], longest: int = 32) -> None:
+    def __init__(
+        self, costs: Mapping[Tier, CostTable], longest: int = 32, *, ride_along: bool = False
+    ) -> None:
         self.costs = dict(costs)
+        self.rides = ride_along
         self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
         self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = BELIEVED
@@ -153,6 +157,8 @@ class Load:
     def ride_pays(self, num_rows: int) -> bool:
         """Whether a deferred token should ride along with the large pass: it costs its share of that, and
         saves a token's pass where it stands."""
+        if not self.rides:
+            return False
         large = self.costs[Tier.LARGE]
         drafts = min(self.longest, self.keep / (1 - self.keep)) if self.keep < 1 else self.longest
         with_drafts = num_rows * (1 + drafts)

@@ -83,11 +83,12 @@ class Loaded:
             **options,
         )
 
-    def load(self) -> Load | None:
+    def load(self, *, ride_along: bool = False) -> Load | None:
         """What caps drafts, by the measured costs; None where they were not measured."""
         if self.costs is None:
             return None
-        return Load(self.costs) if self.elsewhere is None else Distance(self.costs)
+        # Nothing rides along to a model elsewhere.
+        return Load(self.costs, ride_along=ride_along) if self.elsewhere is None else Distance(self.costs)
 
     def close(self) -> None:
         """Let go of an engine elsewhere."""
@@ -119,7 +120,7 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
             engine.max_rows,
             engine.max_model_len,
-            load=loaded.load(),
+            load=loaded.load(ride_along=engine.ride_along),
             degrades=config.remote.on_large_failure == "degrade",
             draft_ahead=config.remote.draft_ahead,
             ride_along=engine.ride_along,

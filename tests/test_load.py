@@ -51,7 +51,8 @@ def test_after_a_bad_answer_routing_is_tried_again() -> None:
 def test_what_one_bad_answer_switched_off_is_tried_again_although_drafts_go_on() -> None:
     """Ten ms a token: lookups, riders and guesses pay only while they are likely to be right."""
     small = CostTable((1, 100), (0.1, 0.1))
-    load = Load({Tier.SMALL: small, Tier.LARGE: CostTable((1, 2, 100), (50.0, 60.0, 1040.0))})
+    large = CostTable((1, 2, 100), (50.0, 60.0, 1040.0))
+    load = Load({Tier.SMALL: small, Tier.LARGE: large}, ride_along=True)
 
     def tried() -> tuple[bool, bool, bool, bool]:
         return load.cap(1) > 0, load.lookup_cap(1) > 0, load.ride_pays(1), load.guess_cap(1) > 0

@@ -113,7 +113,7 @@ def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() ->
     flat = CostTable((1, 128), (50.0, 50.0))
     steep = CostTable((1, 100), (10.0, 1000.0))
     small = CostTable((1, 128), (10.0, 10.0))
-    below, above = (Load({Tier.SMALL: small, Tier.LARGE: large}) for large in (flat, steep))
+    below, above = (Load({Tier.SMALL: small, Tier.LARGE: large}, ride_along=True) for large in (flat, steep))
     assert below.ride_pays(1)
     # At ten a token a rider costs as much as it saves when it always stands.
     assert not above.ride_pays(1)
@@ -124,11 +124,20 @@ def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() ->
 
 def test_an_expected_round_counts_what_rides() -> None:
     tables = {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
-    load = Load(tables)
+    load = Load(tables, ride_along=True)
     load.keep, load.hit, load.ride_hit = 0.5, 1.0, 0.4
     first = next(load.rounds(1))
     # Kept (one half): draft and bonus. Deferred (one half): the large model's token, and .4 of another.
     assert first.tokens == pytest.approx(0.5 * 2 + 0.5 * 1.4)
+
+
+def test_where_nothing_rides_along_no_round_is_promised_more() -> None:
+    load = Load(
+        {Tier.SMALL: CostTable((1, 128), (10.0, 10.0)), Tier.LARGE: CostTable((1, 128), (50.0, 50.0))}
+    )
+    load.keep, load.hit, load.ride_hit = 0.5, 1.0, 0.4
+    assert not load.ride_pays(1)
+    assert next(load.rounds(1)).tokens == pytest.approx(0.5 * 2 + 0.5)
 
 
 def test_the_protected_prefix_is_guessed_and_stays_the_large_models() -> None:

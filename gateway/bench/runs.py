@@ -98,7 +98,7 @@ class Bench:
         """All prompts to the end, num_rows at a time (by default all at once); on_tick sees every tick."""
         load = None
         if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
-            load = Load(self.loaded.costs)
+            load = Load(self.loaded.costs, ride_along=self.ride_along)
         engine = self.loaded.engine(
             Scheduler(LARGE_WAIT_S, PREFILL_CHUNK),
             num_rows or len(prompts),
