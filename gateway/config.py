@@ -46,7 +46,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small: Annotated[
         str | None, Meta(description="hub id, local Hugging Face folder or GGUF file of the small model")
     ] = None
-    large: Annotated[str | None, Meta(description="the same for the large model; by default int8")] = None
+    large: Annotated[str | None, Meta(description="the same for the large model")] = None
     middle: Annotated[
         Annotated[list[str], Meta(max_length=len(MIDDLES))],
         Meta(
@@ -72,7 +72,8 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="the same for the models between; by default int8"),
     ] = None
     large_quantize: Annotated[
-        Literal["none", "int8", "int4"] | None, Meta(description="the same for the large model")
+        Literal["none", "int8", "int4"] | None,
+        Meta(description="the same for the large model; by default int8"),
     ] = None
 
     def __post_init__(self) -> None:
