@@ -87,7 +87,6 @@ class Engine:
         self.distant = dict(distant or {})
         self.degrades = degrades
         self.draft_ahead = draft_ahead
-        self.rides = ride_along or guesses
         self.flights = InFlight()
         sizes = [tier.vocab_size for tier in self.tiers.values()]
         self.vocab_size = min(sizes + [tier.vocab_size for tier in self.distant.values()])
@@ -216,8 +215,7 @@ class Engine:
                 return
             row.drafts_ahead = self.draft_ahead and Tier.LARGE in self.distant
             # A grammar's mask behind a token is known only once that token stands.
-            row.rides = self.rides and Tier.LARGE in self.tiers and len(row.levels) == 1
-            row.rides &= row.constraint is None
+            row.rides = Tier.LARGE in self.tiers and len(row.levels) == 1 and row.constraint is None
             row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()
             self.rows.append(row)

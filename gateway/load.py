@@ -131,13 +131,7 @@ class Load:
     def lookup_cap(self, num_rows: int) -> int:
         """Most looked-up tokens a round that pay: they cost only their share of the large pass."""
         if num_rows not in self._lookup_best:
-            large = self.costs[Tier.LARGE]
-            best, speed, tokens = 0, GAIN_NEEDED / large(num_rows), 1.0
-            for k in range(1, self.longest + 1):
-                tokens += self.lookup_hit**k
-                if tokens / large(num_rows * (k + 1)) > speed:
-                    best, speed = k, tokens / large(num_rows * (k + 1))
-            self._lookup_best[num_rows] = best
+            self._lookup_best[num_rows] = self._best_length(num_rows, self.lookup_hit)
         return self._lookup_best[num_rows]
 
     def gathers(self, num_tokens: int, num_rows: int, num_drafting: int) -> bool:
@@ -169,16 +163,22 @@ class Load:
         if self.off_ms > 0:
             return 0
         if num_rows not in self._guess_best:
-            best, speed = 0, GAIN_NEEDED * self.large_only(num_rows).per_ms
-            tokens, small_ms = 1.0, self._ms(Tier.SMALL, 2 * num_rows)
-            for k in range(1, self.longest + 1):
-                tokens += self.guess_hit**k
-                per_ms = tokens / (small_ms + self._ms(Tier.LARGE, num_rows * (k + 1)))
-                if per_ms > speed:
-                    best, speed = k, per_ms
-                small_ms += self._ms(Tier.SMALL, num_rows)
-            self._guess_best[num_rows] = best
+            first_ms, next_ms = self._ms(Tier.SMALL, 2 * num_rows), self._ms(Tier.SMALL, num_rows)
+            self._guess_best[num_rows] = self._best_length(num_rows, self.guess_hit, first_ms, next_ms)
         return self._guess_best[num_rows]
+
+    def _best_length(self, num_rows: int, hit: float, first_ms: float = 0.0, next_ms: float = 0.0) -> int:
+        """How many tokens, each right with chance `hit`, are worth most in one large pass; the first of a row
+        costs first_ms to come by, each more next_ms."""
+        best, speed = 0, GAIN_NEEDED * self.large_only(num_rows).per_ms
+        tokens, small_ms = 1.0, first_ms
+        for k in range(1, self.longest + 1):
+            tokens += hit**k
+            per_ms = tokens / (small_ms + self._ms(Tier.LARGE, num_rows * (k + 1)))
+            if per_ms > speed:
+                best, speed = k, per_ms
+            small_ms += next_ms
+        return best
 
     def saw_rider(self, stood: bool, *, guessed: bool) -> None:
         """A token that rode along, guessed or deferred, was the large model's own, or was not."""

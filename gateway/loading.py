@@ -105,7 +105,6 @@ class EngineOptions(TypedDict, total=False):
     degrades: bool
     draft_ahead: bool
     ride_along: bool
-    guesses: bool
 
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
@@ -242,9 +241,8 @@ def hold(
     costs = None
     if timed:
         hashes = " ".join((served.small_hash, *served.middle_hashes, served.large_hash))
-        identity = (
-            f"{hashes} {served.numerics} {kernels.build_name() if config.models.device == 'cpu' else ''}"
-        )
+        built = kernels.build_name() if config.models.device == "cpu" else ""
+        identity = f"{hashes} {served.numerics} {built}"
         longest = min(SIZES[-1], engine.max_model_len, num_blocks * block_size)
         blocks = tuple(range(-(-longest // block_size)))
         costs = costs_of(models, blocks, longest, identity, cache_dir())

@@ -27,6 +27,11 @@ POSITION_SPAN = 256
 """Output positions over which the position term of the score rises from 0 to 1."""
 
 
+MAY_RIDE = frozenset({Reason.LOW_CONFIDENCE, Reason.FACT_GUARD, Reason.PROBE})
+"""Rules that defer a token which may then ride along with the large model's pass. The others ask for none, or
+it is a loop, of which each position is to be told."""
+
+
 def f32(x: float) -> float:
     """x rounded to the nearest float32, as the tape stores it."""
     return float(struct.unpack("f", struct.pack("f", x))[0])

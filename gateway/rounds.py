@@ -16,7 +16,7 @@ from gateway.core import Action, Mode, Outcome, Reason, Step, Tick, Tier
 from gateway.labels import label, signal
 from gateway.load import Load
 from gateway.lookup import AnswerStore, NgramIndex
-from gateway.policy import Decision, decide, decide_lookup
+from gateway.policy import MAY_RIDE, Decision, decide, decide_lookup
 from gateway.review import review
 from gateway.row import Output, PassStamp, Proposal, Row
 from gateway.sampling import Reading
@@ -214,14 +214,13 @@ class Rounds:
 
     def _may_ride(self, row: Row, decision: Decision) -> bool:
         """Whether the large model should read the deferred token along with the drafts: where it writes the
-        same, it has read one token more in the same pass and writes that one too. Not in a loop, of which
-        each position is to be told."""
+        same, it has read one token more in the same pass and writes that one too."""
         policy, history = row.request.policy, row.history
         budget = policy.large_token_budget
         return (
             row.rides
             and self.ride_along
-            and decision.reason is not Reason.LOOP_GUARD
+            and decision.reason in MAY_RIDE
             and len(history.tokens) + 2 <= row.most_tokens
             and (budget is None or history.large_used + 2 <= budget)
             and (self.load is None or self.load.ride_pays(self.num_decoding))
@@ -326,23 +325,21 @@ class Rounds:
             row.drop_drafts(num)
             self._write_own(row, step, out, tick)
         else:
-            self._write_on(row, num, readings[num:], stamp, out, tick)
+            self._write_on(row, readings[num:], stamp, out, tick)
         row.round += 1
         if row.finished is None:
             self._route(row, tick)
         while row.finished is None and row.tier is Tier.SMALL and row.ahead:
             self._propose(row, *row.ahead[0], out, tick)
 
-    def _write_on(
-        self, row: Row, num: int, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick
-    ) -> None:
-        """All `num` drafts stood: the large model's own token, and while that rode along, its next."""
+    def _write_on(self, row: Row, readings: list[Reading], stamp: PassStamp, out: Output, tick: Tick) -> None:
+        """All drafts stood: the large model's own token, and while that rode along, its next."""
         for i, large in enumerate(readings):
             if i:
                 row.route()
             protected = row.protects
             step = large_step(row, large, stamp) if protected or not i else bonus_step(row, large, stamp)
-            small = row.ahead[0][0] if row.ahead else None
+            small, rode = row.ahead[0][0] if row.ahead else None, row.riders > 0
             if small is not None and step.signals is None:
                 step = structs.replace(
                     step,
@@ -350,12 +347,11 @@ class Rounds:
                     audit_agrees=small.token == large.token,
                     audit_source="verify",
                 )
-            rode = small is not None and row.riders > 0
-            row.history.resolve(num if not i else 0, large.token)
-            if not i:
-                row.drop_drafts(num)
+            num = len(row.drafts)
+            row.history.resolve(num, large.token)
+            row.drop_drafts(num)
             self._write_own(row, step, out, tick)
-            if not rode or small is None:
+            if small is None or not rode:
                 return
             stands = small.token == large.token
             if self.load is not None:

@@ -16,15 +16,12 @@ from msgspec import structs
 
 from gateway.core import UNWRITTEN, Accept, Action, Mode, Outcome, Reason, Tier
 from gateway.intervals import wilson
-from gateway.policy import Decision, History, Policy, State, decide, decide_early, decide_lookup
+from gateway.policy import MAY_RIDE, Decision, History, Policy, State, decide, decide_early, decide_lookup
 from gateway.recorded import Rows
 from gateway.replay import recorded_policy
 
 NUM_BINS = 20
 """Score bins of equal width over [0, 1], in which labels are pooled."""
-
-MAY_RIDE = frozenset({Reason.LOW_CONFIDENCE, Reason.FACT_GUARD, Reason.PROBE})
-"""Rules that defer a token which may then ride along; the others ask for none, or a loop keeps it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ def what_if(
             found.unknown.append(rows.idx[i])
             decision = Decision(action, rows.reason[i])
         same = _same_token(rows, position, decision, recorded, policy)
-        found.add(rows, i, decision, same)
+        found.add(rows.idx[i], action, decision, same)
         _push(history, rows, position, decision, proposal)
     flips = found.flips
     return WhatIf(
@@ -147,8 +144,8 @@ class _Answer:
         """The large model's token, without a decision."""
         self.decisions.append({"idx": idx, "action": Action.DEFER.value, "reason": None, "score": None})
 
-    def add(self, rows: Rows, i: int, decision: Decision, same_token: bool) -> None:
-        idx, action = rows.idx[i], rows.action[i] or Action.DEFER
+    def add(self, idx: int, action: Action, decision: Decision, same_token: bool) -> None:
+        """A decision; action: the recorded one."""
         self.decisions.append(
             {
                 "idx": idx,
