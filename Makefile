@@ -11,6 +11,8 @@ DEV := $(VENV)/.dev-installed
 # torch's OpenMP threads must sleep, not spin, while they wait: see README, "Speed".
 export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
+# Containers often forbid Python to keep what it compiled; every process would compile all of this anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install serve test e2e soak lint bench gpu-check clean
 
