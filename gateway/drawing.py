@@ -1,121 +1,186 @@
-"""Drawing a token, exactly as the contract says: A -> temperature, top_k, top_p, min_p, renormalised = p.
+"""Drawing tokens, exactly as the contract says: A -> temperature, top_k, top_p, min_p, renormalised = p.
 
 A token is argmax(log p + G) with counter-based Gumbel noise G(seed, choice, position, token) that all models
 share: where two models' distributions are close they draw the same token, and a verified draft is "right"
 simply when it equals the large model's own draw (Gumbel-max coupling; Daliri et al. 2025, arXiv 2408.07978).
+
+Few tokens can win: the most likely one and its noise say how much the others need, the noise has a largest
+value, and a token's uniform says before any logarithm whether it may reach that. Only of those few is asked
+whether top_k, top_p and min_p keep them. Rows go together, and none depends on another.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gateway.core import Sampling
 
-NOISE_RANGE = 20.25
-"""Largest difference in nats of two noises whose uniforms have 24 bits: a token further below cannot win."""
+Array = NDArray[Any]
 
-_MASK32 = 0xFFFFFFFF
+MOST_NOISE = 17.33
+"""No noise is larger, in nats: its uniform has 24 bits."""
+
+GROUP = 16
+"""Rows that go together: a hot row has 100,000 tokens that might win, and caches hold few such rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chances:
-    """The tokens that can be drawn at one position, out of a wide vocabulary usually a few hundred.
+class Draw(NamedTuple):
+    """What to draw from row `row` of a pass' logits; sampling.temperature is above 0.
 
-    tokens: int64 [n], ascending. log_p: float64 [n], log p but for a constant. A token that p allows is
-    missing where no noise can lift it. cut: whether top_k, top_p or min_p took tokens away: then all less
-    likely ones are gone too.
+    best, top: the lowest id of the row's largest logit, and that logit. draft: a token of which is asked
+    whether it can be drawn, or None; draft_logit: its logit.
     """
 
-    tokens: Tensor
-    log_p: Tensor
-    cut: bool
+    row: int
+    sampling: Sampling
+    choice: int
+    position: int
+    best: int
+    top: float
+    draft: int | None
+    draft_logit: float
 
-    @classmethod
-    def of(cls, logits: Tensor, sampling: Sampling, top: float) -> Chances:
-        """From A's logits [vocab], whose largest is `top`; the temperature is above 0."""
-        # In float32 the bound is taken a little too low: what is too much is dropped by the exact one below.
-        reach = NOISE_RANGE * sampling.temperature
-        tokens = torch.nonzero(logits > top - reach - 1e-5 * (reach + abs(top))).squeeze(-1)
-        z = logits[tokens].double() / sampling.temperature
-        top_k = sampling.top_k if sampling.top_k < logits.numel() else 0
-        if sampling.top_p < 1.0 and len(tokens) < top_k:
-            # The mass that top_p is a share of reaches past what can be drawn.
-            log_p = log_distribution(logits, sampling)
-            tokens = torch.nonzero(log_p > float("-inf")).squeeze(-1)
-            return cls(tokens, log_p[tokens], cut=True)
-        stays = torch.ones_like(z, dtype=torch.bool)
-        if 0 < top_k < len(tokens):
-            stays = z >= torch.topk(z, top_k).values[-1]
-        if sampling.top_p < 1.0:
-            total = torch.logsumexp(z[stays], 0) if top_k else _log_mass(logits, sampling, top, tokens, z)
-            stays[stays.clone()] = _nucleus(z[stays], total, sampling.top_p)
-        if sampling.min_p > 0.0:
-            stays &= z >= z.max() + math.log(sampling.min_p)
-        return cls(tokens[stays], z[stays], cut=not bool(stays.all()))
 
-    def draw(self, seed: int, choice: int, position: int) -> int:
-        """argmax(log p + G), lowest id on ties."""
-        noisy = self.log_p + gumbel(seed, choice, position, self.tokens)
-        return int(self.tokens[noisy.argmax()])
+class Drawn(NamedTuple):
+    """token: argmax(log p + G), lowest id on ties. allowed: whether p(draft) > 0; False without a draft."""
 
-    def allow(self, token: int, logits: Tensor, sampling: Sampling) -> bool:
-        """Whether p(token) > 0; logits and sampling as in `of`."""
-        if bool((self.tokens == token).any()):
+    token: int
+    allowed: bool
+
+
+def draw(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """One Drawn a Draw, from A's logits float32 [rows, vocab]; a few waits for a device, not one a row."""
+    groups = range(0, len(draws), GROUP)
+    return [drawn for first in groups for drawn in _draw(logits, draws[first : first + GROUP])]
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    temperature = np.array([d.sampling.temperature for d in draws])
+    top = np.array([d.top for d in draws]) / temperature
+    keys = np.array([noise_key(d.sampling.seed, d.choice, d.position) for d in draws], np.uint64)
+    # The most likely token is always kept, so none wins that has less than its z + G.
+    needed = top + gumbel(uniform_bits(keys, np.array([d.best for d in draws])))
+    kept = top + [math.log(d.sampling.min_p) if d.sampling.min_p > 0 else -math.inf for d in draws]
+    bound = np.maximum(needed - MOST_NOISE, kept) * temperature
+    # In float32 it is taken a little too low: what is too much is dropped by the exact tests below.
+    bound = (bound - 1e-5 * (1 + np.abs(bound))).astype(np.float32)
+    find = above if logits.device.type == "cpu" else above_on_device
+    counts, tokens, values = find(logits, [d.row for d in draws], bound)
+    z = values / np.repeat(temperature, counts)
+    bits = uniform_bits(np.repeat(keys, counts), tokens)
+    # z + G >= needed only where 1 - u <= 1 - exp(-exp(z - needed)), which is below exp(z - needed).
+    most = np.exp((z - np.repeat(needed, counts)).astype(np.float32))
+    near = np.flatnonzero((2**24 - bits).astype(np.float32) - 0.5 <= (1 + 1e-5) * 2**24 * most)
+    ends = counts.cumsum()
+    row = np.searchsorted(ends, near, side="right")
+    near = near[np.lexsort((-(z[near] + gumbel(bits[near])), row))]
+    near_ends = np.bincount(row, minlength=len(draws)).cumsum()
+    drawn = []
+    for i, d in enumerate(draws):
+        here, floor = slice(ends[i] - counts[i], ends[i]), float(bound[i]) / d.sampling.temperature
+        likely = Likely(logits[d.row], d.sampling, tokens[here], z[here], floor)
+        best_first = near[near_ends[i - 1] if i else 0 : near_ends[i]]
+        token = next(int(tokens[j]) for j in best_first if likely.allow(int(tokens[j]), float(z[j])))
+        allowed = d.draft is not None and likely.allow(d.draft, d.draft_logit / d.sampling.temperature)
+        drawn.append(Drawn(token, allowed))
+    return drawn
+
+
+class Likely(NamedTuple):
+    """The tokens of one position whose z, logit / temperature, is above `floor`.
+
+    logits: of all tokens, [vocab]. tokens: ids, ascending; z: float64; both [n], the most likely among them.
+    """
+
+    logits: Tensor
+    sampling: Sampling
+    tokens: Array
+    z: Array
+    floor: float
+
+    def allow(self, token: int, own: float) -> bool:
+        """Whether p(token) > 0; own: the token's z."""
+        said = self._allow(token, own)
+        if said is None:
+            z = self.logits.double().cpu().numpy() / self.sampling.temperature
+            said = self._replace(tokens=np.arange(len(z)), z=z, floor=-math.inf)._allow(token, own)
+        return bool(said)
+
+    def _allow(self, token: int, own: float) -> bool | None:
+        """Whether p(token) > 0; None where that hangs on tokens that are not here."""
+        s, z, vocab = self.sampling, self.z, len(self.logits)
+        if own == -math.inf or (s.top_k == 0 and s.top_p == 1 and s.min_p == 0):
+            return own > -math.inf
+        most, num_unseen, ahead = z.max(), vocab - len(z), z > own
+        if s.min_p > 0 and own < most + math.log(s.min_p):
+            return False
+        if 0 < s.top_k < vocab:
+            if ahead.sum() >= s.top_k:
+                return False
+            if own <= self.floor:
+                return None
+            if s.top_k <= len(z):
+                z, num_unseen = z[z >= np.partition(z, -s.top_k)[-s.top_k]], 0
+        ahead |= (self.z == own) & (self.tokens < token)
+        if s.top_p == 1 or not ahead.any():
             return True
-        return not self.cut and bool(log_distribution(logits, sampling)[token] > float("-inf"))
+        # It is kept if the mass before it is below top_p of all, of which what is unseen has little.
+        before, mass = np.exp(self.z[ahead] - most).sum(), np.exp(z - most).sum()
+        if before >= s.top_p * (mass + num_unseen * math.exp(self.floor - most)):
+            return False
+        return True if own > self.floor and before < s.top_p * mass else None
 
 
-def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """log p [vocab] float64 of A's logits [vocab]: temperature (> 0), top_k, top_p, min_p, renormalised."""
-    z = logits.double() / sampling.temperature
-    if 0 < sampling.top_k < z.numel():
-        z = z.masked_fill(z < torch.topk(z, sampling.top_k).values[-1], float("-inf"))
-    if sampling.top_p < 1.0:
-        z = z.masked_fill(~_nucleus(z, torch.logsumexp(z, 0), sampling.top_p), float("-inf"))
-    if sampling.min_p > 0.0:
-        z = z.masked_fill(z < z.max() + math.log(sampling.min_p), float("-inf"))
-    return torch.log_softmax(z, dim=-1)
+def above(logits: Tensor, rows: Sequence[int], bounds: Array) -> tuple[Array, Array, Array]:
+    """The tokens of these rows of logits [any, vocab] that are above their row's bound: how many a row, their
+    ids, row by row and ascending, their logits. Logits, here on the host, and bounds are float32."""
+    given = [logits[row].numpy() for row in rows]
+    found = [np.flatnonzero(x > bound) for x, bound in zip(given, bounds, strict=True)]
+    values = [x[tokens] for x, tokens in zip(given, found, strict=True)]
+    return np.array([len(tokens) for tokens in found]), np.concatenate(found), np.concatenate(values)
 
 
-def _log_mass(logits: Tensor, sampling: Sampling, top: float, tokens: Tensor, z: Tensor) -> Tensor:
-    """log sum exp of logits [vocab] / temperature, float64; z: the same of the likeliest tokens alone.
-
-    Only those are worth float64: the rest is a small part of the mass, and its rounding a smaller one.
-    """
-    e = torch.exp((logits - top) / sampling.temperature)
-    rest = e.sum(dtype=torch.float64) - e[tokens].sum(dtype=torch.float64)
-    most = top / sampling.temperature
-    return most + torch.log(torch.exp(z - most).sum() + rest)
+def above_on_device(logits: Tensor, rows: Sequence[int], bounds: Array) -> tuple[Array, Array, Array]:
+    """The same wherever the logits lie; on a CPU it is slower."""
+    given = logits[rows]
+    found = torch.nonzero(given > torch.from_numpy(bounds).to(logits.device)[:, None])
+    values = given[found[:, 0], found[:, 1]].cpu().numpy()
+    row, tokens = found.cpu().numpy().T
+    return np.bincount(row, minlength=len(rows)), tokens, values
 
 
-def _nucleus(z: Tensor, log_total: Tensor, top_p: float) -> Tensor:
-    """Which of z [n] are in the smallest set whose mass reaches top_p: all before which it is still below."""
-    sorted_z, order = torch.sort(z, descending=True, stable=True)
-    p = torch.exp(sorted_z - log_total)
-    within = p.cumsum(-1) - p < top_p
-    within[0] = True
-    return torch.zeros_like(within).scatter(0, order, within)
+def gumbel(bits: Array) -> Array:
+    """Standard Gumbel noise, float64, of uniforms given by their 24 bits."""
+    uniform = (torch.from_numpy(bits.astype(np.float64)) + 0.5) / 2**24
+    noise: Array = (-torch.log(-torch.log(uniform))).numpy()
+    return noise
 
 
-def gumbel(seed: int, choice: int, position: int, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise float64 [tokens], a pure function of its arguments; 24-bit uniforms."""
+def uniform_bits(keys: Array, tokens: Array) -> Array:
+    """24 bits, uint32, a pure function of a position's key (uint64) and a token; of arrays, one by one."""
+    h = _mix32(tokens.astype(np.uint32) ^ keys.astype(np.uint32))
+    h = _mix32(h + (keys >> 32).astype(np.uint32))
+    h >>= 8
+    return h
+
+
+def _mix32(h: Array) -> Array:
+    """MurmurHash3's 32-bit finalizer."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    h ^= h >> 16
+    return h
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """64 bits that say which noise a position's tokens get."""
     counter = f"{seed}:{choice}:{position}".encode()
-    key = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
-    h = _mix32(tokens ^ (key & _MASK32))
-    h = _mix32((h + (key >> 32)) & _MASK32)
-    uniform = ((h >> 8).double() + 0.5) / 2**24
-    return -torch.log(-torch.log(uniform))
-
-
-def _mix32(h: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, on the low halves of int64."""
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & _MASK32
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & _MASK32
-    return h ^ (h >> 16)
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")

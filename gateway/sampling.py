@@ -16,7 +16,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from gateway.core import Sampling, Signals, TopK
-from gateway.drawing import Chances
+from gateway.drawing import Draw, draw
 from gateway.summary import Summarize, by_torch
 
 
@@ -79,7 +79,8 @@ class Reading(Struct, frozen=True):
 class Numbers(NamedTuple):
     """What a pass says at each of its asks, in numbers on the host.
 
-    values: top1_p, gap, entropy, p_draft, the largest logit, norm. argmax, ids, logprobs: as in Summary.
+    values: top1_p, gap, entropy, p_draft, the draft's logit, the largest logit, norm.
+    argmax, ids, logprobs: as in Summary.
     attn_entropies, states: a last layer's, a hidden state in float16, where there are any.
     """
 
@@ -114,10 +115,10 @@ def look(
     top_logprobs = said.top - norm
     top_p = top_logprobs[:, :2].exp()
     drafts = torch.tensor([0 if ask.draft is None else ask.draft for ask in asks], device=logits.device)
-    p_draft = (logits.gather(1, drafts[:, None]) - norm).exp()
+    draft = logits.gather(1, drafts[:, None])
+    p1, gap, p_draft = top_p[:, :1], top_p[:, :1] - top_p[:, 1:], (draft - norm).exp()
     values = torch.cat(
-        [top_p[:, :1], top_p[:, :1] - top_p[:, 1:], said.entropy[:, None], p_draft, said.top[:, :1], norm],
-        dim=1,
+        [p1, gap, said.entropy[:, None], p_draft, draft, said.top[:, :1], norm], dim=1
     ).tolist()
     return Numbers(
         values,
@@ -132,28 +133,42 @@ def look(
 @torch.inference_mode()
 def read(logits: Tensor, asks: Sequence[Ask], numbers: Numbers) -> list[Reading]:
     """One Reading an ask, from what `look` made of the same logits; tokens are drawn where that is asked."""
+    drawn = _draw(logits, asks, numbers)
     readings = []
-    for i, (ask, token, ids, logprobs, attn_entropy, state) in enumerate(
-        zip(asks, *numbers[1:], strict=True)
+    for i, (ask, values, token, ids, logprobs, attn_entropy, state) in enumerate(
+        zip(asks, *numbers, strict=True)
     ):
-        p1, p_gap, entropy, of_draft, top, log_total = numbers.values[i]
-        p_token, allowed = p1, of_draft > 0.0
-        if ask.sampling.temperature > 0:
-            chances = Chances.of(logits[i], ask.sampling, top)
-            token = chances.draw(ask.sampling.seed, ask.choice, ask.position)
-            p_token = float((logits[i, token] - log_total).exp())
-            allowed = ask.draft is not None and chances.allow(ask.draft, logits[i], ask.sampling)
+        p1, p_gap, entropy, p_draft = values[:4]
+        p_token, allowed = p1, p_draft > 0.0
+        if i in drawn:
+            token, p_token, allowed = drawn[i]
         readings.append(
             Reading(
                 token=token,
                 p_token=p_token,
                 signals=Signals(p1, p_gap, entropy, attn_entropy, state),
                 topk=TopK(tuple(ids[: ask.num_topk]), tuple(logprobs[: ask.num_topk])),
-                p_draft=None if ask.draft is None else of_draft,
+                p_draft=None if ask.draft is None else p_draft,
                 allowed=ask.draft is not None and allowed,
             )
         )
     return readings
+
+
+def _draw(logits: Tensor, asks: Sequence[Ask], numbers: Numbers) -> dict[int, tuple[int, float, bool]]:
+    """Of each row with a temperature above 0: the drawn token, p_token, allowed."""
+    rows = [i for i, ask in enumerate(asks) if ask.sampling.temperature > 0]
+    if not rows:
+        return {}
+    draws = []
+    for i in rows:
+        ask, (*_, draft_logit, top, _norm) = asks[i], numbers.values[i]
+        best = numbers.argmax[i]
+        draws.append(Draw(i, ask.sampling, ask.choice, ask.position, best, top, ask.draft, draft_logit))
+    drawn = draw(logits, draws)
+    norms = torch.tensor([numbers.values[i][-1] for i in rows], device=logits.device)
+    p_tokens = (logits[rows, [d.token for d in drawn]] - norms).exp().tolist()
+    return {i: (d.token, p_token, d.allowed) for i, d, p_token in zip(rows, drawn, p_tokens, strict=True)}
 
 
 def _float16(hidden: Tensor | None, wanted: Sequence[bool]) -> list[bytes | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import plain_draws
 import pytest
 import torch
 from fakes import look_and_read
@@ -14,7 +15,6 @@ from transformers import (
 )
 
 from gateway.core import Sampling
-from gateway.drawing import gumbel, log_distribution
 from gateway.sampling import Ask, shape, uniform
 
 VOCAB = 50
@@ -102,8 +102,7 @@ def test_greedy_takes_the_lowest_id_on_ties() -> None:
 def test_sampled_token_is_the_gumbel_argmax_of_p() -> None:
     for position in range(20):
         given, question = logits(position), ask(top_p=0.9, temperature=0.8, position=position, choice=2)
-        log_p = log_distribution(given[0], question.sampling)
-        expected = int((log_p + gumbel(5, 2, position, torch.arange(VOCAB))).argmax())
+        expected = plain_draws.drawn(given[0], question.sampling, 2, position)
         [got] = look_and_read(given.clone(), [question])
         assert expected == got.token
         assert got.p_token == pytest.approx(float(torch.softmax(given[0], -1)[expected]), abs=1e-6)
@@ -134,6 +133,18 @@ def test_rows_are_read_each_by_its_own_question() -> None:
     alone = [look_and_read(given[i : i + 1].clone(), [a])[0] for i, a in enumerate(asks)]
     assert alone == together
     assert [len(r.topk.ids) for r in together] == [2, 5, 3]
+
+
+def test_rows_that_draw_are_read_as_if_alone() -> None:
+    fields = [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"top_k": 4, "temperature": 0.6}, {"min_p": 0.1}]
+    given = logits(12, rows=40)
+    asks = [ask(**fields[i % 5], draft=i, position=i, choice=i % 3) for i in range(40)]
+    together = look_and_read(given.clone(), asks)
+    assert [look_and_read(given[i : i + 1].clone(), [a])[0] for i, a in enumerate(asks)] == together
+    chances = torch.softmax(given.double(), -1)
+    assert [r.p_token for r in together] == pytest.approx(
+        [float(chances[i, r.token]) for i, r in enumerate(together)], abs=1e-6
+    )
 
 
 def test_logits_born_in_inference_mode_can_be_shaped() -> None:
