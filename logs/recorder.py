@@ -181,6 +181,10 @@ class Recorder:
         """A reader of this tape that sees everything handed over before each call."""
         return Reader(self._tape.cursor, self.data_dir, sync=self.flush)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a trace of that id is on disk; what is still queued is not waited for."""
+        return Reader(self._tape.cursor, self.data_dir).has(request_id)
+
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A connection of one's own to the open tape, for one thread."""
         return self._tape.cursor()

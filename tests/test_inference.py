@@ -217,8 +217,19 @@ def test_the_clients_id_is_the_trace_id(gateway: FakeGateway) -> None:
 
 def test_an_id_clashes_with_one_on_the_tape(gateway: FakeGateway) -> None:
     gateway.post(COMPLETIONS, TEXT, headers={"x-request-id": "old-one"})
+    gateway.service.recorder.flush()
     gateway.service.forget_ended()
     assert gateway.post(COMPLETIONS, TEXT, headers={"x-request-id": "old-one"}).status_code == 409
+
+
+def test_an_id_of_ones_own_does_not_wait_for_the_tapes_writer(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(gateway.service.recorder, "flush", lambda timeout_s=5.0: waits.append(timeout_s))
+    assert gateway.post(COMPLETIONS, TEXT, headers={"x-request-id": "mine"}).status_code == 200
+    assert gateway.post(COMPLETIONS, TEXT, headers={"x-request-id": "mine"}).status_code == 409
+    assert waits == []
 
 
 @pytest.mark.parametrize("bad", ["a b", "é".encode("latin-1"), "x" * 129, ""])

@@ -47,6 +47,13 @@ def trace(id="r", **fields):
     return Trace(request(id, **fields), SERVED)
 
 
+def test_an_id_is_taken_once_it_is_on_disk(recorder):
+    recorder.on_admit(trace())
+    before = recorder.has("r")
+    recorder.flush()
+    assert (before, recorder.has("r"), recorder.has("other")) == (False, True, False)
+
+
 def test_a_step_comes_back_as_it_was_written(recorder):
     recorder.on_admit(trace())
     written = step(

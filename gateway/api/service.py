@@ -130,7 +130,7 @@ class Service:
         """Whether a trace of this id exists; may read the tape, so call it in a thread."""
         if request_id in self.running or request_id in self._ended:
             return True
-        return self.recorder is not None and self.recorder.reader().has(request_id)
+        return self.recorder is not None and self.recorder.has(request_id)
 
     def start(self, live: Live, key: str = "") -> None:
         """Submit a key's request; ApiError 429 with Retry-After when there is no room, 409 for a taken id."""
