@@ -217,83 +217,90 @@ constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-INLINE __m256i signed_weights(const uint8_t* p) {
-  return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_set1_epi8(-128));
+// Sums for M rows by H halves of a block, eight outputs each, are as many as the registers hold beside operands.
+constexpr int kAvx2Sums = 8;
+constexpr int halves_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
+
+// Where half h of a unit begins, in blocks `stride` bytes long.
+INLINE const uint8_t* half_of(const uint8_t* wp, int64_t stride, int h) { return wp + h / 2 * stride + h % 2 * 32; }
+
+// acc += the four products a lane of w and the quad at x. |x| <= 127 and |w| <= 127, so a pair's sum stays within
+// 16 bits: nothing saturates. Inline assembly, because gcc loads all rows' quads first and spills the sums.
+INLINE void dot4(__m256i& acc, __m256i w, __m256i magnitude, const int8_t* x, __m256i ones) {
+  __m256i t;
+  asm("vpbroadcastd %[x], %[t]\n\t"
+      "vpsignb %[w], %[t], %[t]\n\t"
+      "vpmaddubsw %[t], %[magnitude], %[t]\n\t"
+      "vpmaddwd %[ones], %[t], %[t]\n\t"
+      "vpaddd %[t], %[acc], %[acc]"
+      : [acc] "+x"(acc), [t] "=&x"(t)
+      : [x] "m"(*reinterpret_cast<const int32_t*>(x)), [w] "x"(w), [magnitude] "x"(magnitude), [ones] "x"(ones));
 }
 
-// Four products a lane. |x| <= 127 and |w| <= 127, so a pair's sum stays within 16 bits: nothing saturates.
-INLINE __m256i dot4(__m256i w, __m256i x, __m256i magnitude) {
-  const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(w, x));
-  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-
-INLINE v16i joined(__m256i low, __m256i high) {
-  int32_t lanes[16];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), low);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes + 8), high);
-  return *reinterpret_cast<const v16i*>(lanes);
-}
-
-// One group of B blocks for M rows. Unrolled by pragma, or gcc keeps the sums in memory.
-template <int M, int B>
-INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, v16i whole[M][B]) {
-  __m256i dot[M][B][2];
-#pragma GCC unroll 4
+// One group of H halves for M rows; the next group is prefetched meanwhile.
+template <int M, int H>
+INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m256i dot[M][H]) {
+  const __m256i ones = _mm256_set1_epi16(1), offset = _mm256_set1_epi8(-128);
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) dot[m][b][0] = dot[m][b][1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) dot[m][h] = _mm256_setzero_si256();
   for (int64_t k = 0; k < kGroup; k += 4, wp += 64, xp += 4) {
-    __m256i weights[B][2];
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-      prefetch(wp + b * stride + kGroup * kBlock);
-      weights[b][0] = signed_weights(wp + b * stride);
-      weights[b][1] = signed_weights(wp + b * stride + 32);
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) {
+      const uint8_t* from = half_of(wp, stride, h);
+      if (h % 2 == 0) prefetch(from + kGroup * kBlock);
+      const __m256i w = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), offset);
+      const __m256i magnitude = _mm256_abs_epi8(w);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) dot4(dot[m][h], w, magnitude, xp + m * kGroup, ones);
     }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      int32_t four;
-      std::memcpy(&four, xp + m * kGroup, 4);
-      const __m256i xv = _mm256_set1_epi32(four), magnitude = _mm256_abs_epi8(xv);
-#pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) {
-        dot[m][b][0] = _mm256_add_epi32(dot[m][b][0], dot4(weights[b][0], xv, magnitude));
-        dot[m][b][1] = _mm256_add_epi32(dot[m][b][1], dot4(weights[b][1], xv, magnitude));
+  }
+}
+
+using Totals = float (*)[kItem];
+
+// One group of M rows and the four blocks of a unit, on top of `total`.
+template <int M>
+void avx2_group(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t row, Totals total) {
+  constexpr int H = halves_for(M);
+  const int64_t stride = w.groups * kGroup * kBlock, at = g * x.padded + row;
+  const uint8_t* wp = weights_of(w, block) + g * kGroup * kBlock;
+  for (int first = 0; first < kItem / 8; first += H) {
+    __m256i dot[M][H];
+    dot_group<M, H>(half_of(wp, stride, first), stride, x.q + at * kGroup, dot);
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) {
+      const int half = first + h;
+      const uint16_t* scales = w.scale + ((block + half / 2) * w.groups + g) * kBlock + half % 2 * 8;
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+      const __m256 ws = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {  // as add_group does
+        const __m256 scale = _mm256_mul_ps(ws, _mm256_set1_ps(x.scale[at + m]));
+        float* to = total[m] + half * 8;
+        _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[m][h]), scale, _mm256_loadu_ps(to)));
       }
     }
   }
-#pragma GCC unroll 4
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) whole[m][b] = joined(dot[m][b][0], dot[m][b][1]);
 }
 
-// M rows by B blocks, group by group.
-template <int M, int B>
-void avx2_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
-  v16 total[M][B] = {};
-  const int64_t stride = w.groups * kGroup * kBlock;
-  const uint8_t* wp = weights_of(w, block);
-  for (int64_t g = 0; g < w.groups; ++g, wp += kGroup * kBlock) {
-    const int64_t at = g * x.padded + row;
-    v16i dot[M][B];
-    dot_group<M, B>(wp, stride, x.q + at * kGroup, dot);
-    for (int b = 0; b < B; ++b) {
-      const v16 ws = scales_of(w, block + b, g);
-      for (int m = 0; m < M; ++m) total[m][b] = add_group(total[m][b], dot[m][b], ws, x.scale[at + m]);
-    }
-  }
-  for (int m = 0; m < M; ++m)
-    for (int b = 0; b < B; ++b) put(w, y, row + m, block + b, total[m][b]);
-}
-
+// Group by group, so that the weights and activations of one stay in the first cache for all rows.
 void avx2_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
-  int64_t row = 0;
-  for (; row + 4 <= x.rows; row += 4)
-    for (int64_t b = 0; b < kItem / kBlock; ++b) avx2_tile<4, 1>(w, x, block + b, row, y);
-  for (; row + 2 <= x.rows; row += 2)
-    for (int64_t b = 0; b < kItem / kBlock; b += 2) avx2_tile<2, 2>(w, x, block + b, row, y);
-  if (row < x.rows) avx2_tile<1, 4>(w, x, block, row, y);
+  using Group = void (*)(const Linear&, const Activations&, int64_t, int64_t, int64_t, Totals);
+  static constexpr Group groups[kAvx2Sums] = {avx2_group<1>, avx2_group<2>, avx2_group<3>, avx2_group<4>,
+                                              avx2_group<5>, avx2_group<6>, avx2_group<7>, avx2_group<8>};
+  constexpr int64_t kMost = 64;
+  for (int64_t first = 0; first < x.rows; first += kMost) {
+    const int64_t rows = x.rows - first < kMost ? x.rows - first : kMost;
+    float total[kMost][kItem];
+    std::memset(total, 0, rows * sizeof total[0]);
+    for (int64_t g = 0; g < w.groups; ++g)
+      for (int64_t row = 0; row < rows; row += kAvx2Sums)
+        groups[(rows - row < kAvx2Sums ? rows - row : kAvx2Sums) - 1](w, x, block, g, first + row, total + row);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int b = 0; b < kItem / kBlock; ++b) put(w, y, first + row, block + b, load(total[row] + b * kBlock));
+  }
 }
 
 #elif !defined(__AVX512VNNI__)
