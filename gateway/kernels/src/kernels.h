@@ -30,13 +30,11 @@ struct Linear {
 
 // Activations quantized per row and group. q: [groups, padded, 128], so that the rows of a group lie together;
 // scale, sum: [groups, padded], sum = -128 * (sum of q), which takes the weights' offset out of the product again.
-// unpacked: [threads, kItem * groups * 128] bytes, room for a unit of 4-bit weights as 8-bit ones (without AVX-512).
 struct Activations {
   int8_t* q;
   float* scale;
   int32_t* sum;
   int64_t rows, padded, groups;
-  uint8_t* unpacked;
 };
 
 struct Layer {

@@ -213,12 +213,32 @@ constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 #endif
 #endif
 
+#if !defined(__AVX512VNNI__)
+
+using Totals = float (*)[kItem];
+
+// One group of a unit's four blocks: bytes `stride` apart.
+struct Spread {
+  const uint8_t* first;
+  int64_t stride;
+};
+
+constexpr int64_t kGroupBytes = kGroup * kBlock;  // of one block
+
+// What a product needs of a weight's format; weights4.h has the other one.
+struct Int8 {
+  INLINE Spread group(const Linear& w, int64_t block, int64_t g, uint8_t*) {
+    return {weights_of(w, block) + g * kGroupBytes, w.groups * kGroupBytes};
+  }
+};
+
+#endif
+
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-// Sums for M rows by H halves of a block, eight outputs each, are as many as the registers hold beside operands.
-constexpr int kAvx2Sums = 8;
+// M rows by H halves of a block, eight outputs each: as many sums as the registers hold beside operands.
 constexpr int halves_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
 
 // Where half h of a unit begins, in blocks `stride` bytes long.
@@ -258,17 +278,14 @@ INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m25
   }
 }
 
-using Totals = float (*)[kItem];
-
 // One group of M rows and the four blocks of a unit, on top of `total`.
 template <int M>
-void avx2_group(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t row, Totals total) {
+void avx2_group(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, Totals total) {
   constexpr int H = halves_for(M);
-  const int64_t stride = w.groups * kGroup * kBlock, at = g * x.padded + row;
-  const uint8_t* wp = weights_of(w, block) + g * kGroup * kBlock;
+  const int64_t at = g * x.padded + row;
   for (int first = 0; first < kItem / 8; first += H) {
     __m256i dot[M][H];
-    dot_group<M, H>(half_of(wp, stride, first), stride, x.q + at * kGroup, dot);
+    dot_group<M, H>(half_of(weights.first, weights.stride, first), weights.stride, x.q + at * kGroup, dot);
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {
       const int half = first + h;
@@ -285,84 +302,95 @@ void avx2_group(const Linear& w, const Activations& x, int64_t block, int64_t g,
   }
 }
 
-// Group by group, so that the weights and activations of one stay in the first cache for all rows.
-void avx2_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
-  using Group = void (*)(const Linear&, const Activations&, int64_t, int64_t, int64_t, Totals);
-  static constexpr Group groups[kAvx2Sums] = {avx2_group<1>, avx2_group<2>, avx2_group<3>, avx2_group<4>,
-                                              avx2_group<5>, avx2_group<6>, avx2_group<7>, avx2_group<8>};
+constexpr int kGroupRows = 8;
+
+// One group of up to kGroupRows rows.
+INLINE void add_rows(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, int64_t rows,
+                     Totals total) {
+  using Group = void (*)(const Linear&, const Activations&, Spread, int64_t, int64_t, int64_t, Totals);
+  static constexpr Group groups[kGroupRows] = {avx2_group<1>, avx2_group<2>, avx2_group<3>, avx2_group<4>,
+                                               avx2_group<5>, avx2_group<6>, avx2_group<7>, avx2_group<8>};
+  groups[rows - 1](w, x, weights, block, g, row, total);
+}
+
+#elif !defined(__AVX512VNNI__)
+
+constexpr int kPart = 16;
+constexpr int kParts = 64 / kPart;  // of a block's sixteen outputs, each as wide as a register
+typedef float fpart __attribute__((vector_size(kPart), aligned(4), may_alias));
+typedef int32_t ipart __attribute__((vector_size(kPart), aligned(4), may_alias));
+
+// One group of R rows and one block, in float32: a group's products and sums stay below 2^24, so they are exact integers.
+template <int R>
+void plain_group(const Linear& w, const Activations& x, const uint8_t* wp, int64_t block, int64_t g, int64_t row, Totals total) {
+  const int64_t at = g * x.padded + row;
+  float xs[R][kGroup];
+  for (int r = 0; r < R; ++r)
+    for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[(at + r) * kGroup + k];
+  fpart dot[R][kParts] = {};
+  for (int64_t k = 0; k < kGroup; k += 4, wp += 64)  // unrolled, or gcc keeps the sums in memory
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const ipart four = *reinterpret_cast<const ipart*>(wp + part * kPart);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const fpart value = __builtin_convertvector((four >> (8 * j)) & 255, fpart);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) dot[r][part] += value * xs[r][k + j];
+      }
+    }
+  const v16 ws = scales_of(w, block, g);
+  for (int r = 0; r < R; ++r) {
+    float* to = total[r] + block % (kItem / kBlock) * kBlock;
+    const v16i whole = __builtin_convertvector(load(reinterpret_cast<const float*>(dot[r])), v16i) + x.sum[at + r];
+    store(to, add_group(load(to), whole, ws, x.scale[at + r]));
+  }
+}
+
+constexpr int kGroupRows = 2;
+
+INLINE void add_rows(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, int64_t rows,
+                     Totals total) {
+  for (int64_t b = 0; b < kItem / kBlock; ++b)
+    (rows == 2 ? plain_group<2> : plain_group<1>)(w, x, weights.first + b * weights.stride, block + b, g, row, total);
+}
+
+#endif
+
+#if !defined(__AVX512VNNI__)
+
+// The four blocks of a unit, group by group: the weights and activations of one stay in the first cache for all rows.
+template <class Format>
+void item_by_groups(const Linear& w, const Activations& x, int64_t block, const Output& y) {
   constexpr int64_t kMost = 64;
   for (int64_t first = 0; first < x.rows; first += kMost) {
     const int64_t rows = x.rows - first < kMost ? x.rows - first : kMost;
-    float total[kMost][kItem];
+    alignas(64) uint8_t room[kGroupBytes * kItem / kBlock];
+    alignas(64) float total[kMost][kItem];
     std::memset(total, 0, rows * sizeof total[0]);
-    for (int64_t g = 0; g < w.groups; ++g)
-      for (int64_t row = 0; row < rows; row += kAvx2Sums)
-        groups[(rows - row < kAvx2Sums ? rows - row : kAvx2Sums) - 1](w, x, block, g, first + row, total + row);
+    for (int64_t g = 0; g < w.groups; ++g) {
+      const Spread weights = Format::group(w, block, g, room);
+      for (int64_t row = 0; row < rows; row += kGroupRows)
+        add_rows(w, x, weights, block, g, first + row, rows - row < kGroupRows ? rows - row : kGroupRows, total + row);
+    }
     for (int64_t row = 0; row < rows; ++row)
       for (int b = 0; b < kItem / kBlock; ++b) put(w, y, first + row, block + b, load(total[row] + b * kBlock));
   }
 }
 
-#elif !defined(__AVX512VNNI__)
-
-constexpr int kPart = 16, kPlainRows = 2;
-constexpr int kParts = 64 / kPart;  // of a block's sixteen outputs, each as wide as a register
-typedef float fpart __attribute__((vector_size(kPart), aligned(4), may_alias));
-typedef int32_t ipart __attribute__((vector_size(kPart), aligned(4), may_alias));
-
-// R rows by one block, in float32: a group's products and sums stay below 2^24, so they are exact integers.
-template <int R>
-void plain_tile(const Linear& w, const Activations& x, int64_t block, int64_t row, const Output& y) {
-  v16 total[R] = {};
-  const uint8_t* wp = weights_of(w, block);
-  for (int64_t g = 0; g < w.groups; ++g) {
-    float xs[R][kGroup];
-    for (int r = 0; r < R; ++r)
-      for (int64_t k = 0; k < kGroup; ++k) xs[r][k] = x.q[(g * x.padded + row + r) * kGroup + k];
-    fpart dot[R][kParts] = {};
-    for (int64_t k = 0; k < kGroup; k += 4, wp += 64)  // unrolled, or gcc keeps the sums in memory
-#pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part) {
-        const ipart four = *reinterpret_cast<const ipart*>(wp + part * kPart);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          const fpart value = __builtin_convertvector((four >> (8 * j)) & 255, fpart);
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) dot[r][part] += value * xs[r][k + j];
-        }
-      }
-    const v16 ws = scales_of(w, block, g);
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = g * x.padded + row + r;
-      const v16 whole = load(reinterpret_cast<const float*>(dot[r]));
-      total[r] = add_group(total[r], __builtin_convertvector(whole, v16i) + x.sum[at], ws, x.scale[at]);
-    }
-  }
-  for (int r = 0; r < R; ++r) put(w, y, row + r, block, total[r]);
-}
-
-void plain_item(const Linear& w, const Activations& x, int64_t block, const Output& y) {
-  for (int64_t b = block; b < block + kItem / kBlock; ++b) {
-    int64_t row = 0;
-    for (; row + kPlainRows <= x.rows; row += kPlainRows) plain_tile<kPlainRows>(w, x, b, row, y);
-    for (; row < x.rows; ++row) plain_tile<1>(w, x, b, row, y);
-  }
-}
-
 #endif
 
+template <class Format>
 INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, const Output& y, bool amx) {
   const int64_t block = item * (kItem / kBlock);
 #if defined(__AMX_INT8__)
-  if (amx && x.rows >= kAmxRows) return amx_item<Int8>(w, x, block, y);
+  if (amx && x.rows >= kAmxRows) return amx_item<Format>(w, x, block, y);
 #endif
   (void)amx;
 #if defined(__AVX512VNNI__)
-  return vnni_item<Int8>(w, x, block, y);
-#elif defined(__AVX2__)
-  return avx2_item(w, x, block, y);
+  vnni_item<Format>(w, x, block, y);
 #else
-  return plain_item(w, x, block, y);
+  item_by_groups<Format>(w, x, block, y);
 #endif
 }
 

@@ -145,16 +145,14 @@ Linear linear_of(const Tensor& weight, const Tensor& scale, const Tensor& bias, 
 
 // Room for quantized activations; rows are padded to whole tiles.
 struct Quantized {
-  Tensor q, scale, sum, unpacked;
+  Tensor q, scale, sum;
   Quantized() = default;
   Quantized(int64_t rows, int64_t groups)
       : q(at::empty({groups, (rows + 63) / 64 * 64, kGroup}, at::kChar)),
         scale(at::empty({groups, (rows + 63) / 64 * 64}, at::kFloat)),
-        sum(at::empty({groups, (rows + 63) / 64 * 64}, at::kInt)),
-        unpacked(at::empty({at::get_num_threads(), kItem * groups * kGroup}, at::kByte)) {}
+        sum(at::empty({groups, (rows + 63) / 64 * 64}, at::kInt)) {}
   Activations view(int64_t rows, int64_t groups) const {
-    return {q.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), rows, (rows + 63) / 64 * 64, groups,
-            unpacked.data_ptr<uint8_t>()};
+    return {q.data_ptr<int8_t>(), scale.data_ptr<float>(), sum.data_ptr<int32_t>(), rows, (rows + 63) / 64 * 64, groups};
   }
 };
 

@@ -211,11 +211,11 @@ void attention(Worker& me, const Model& m, const Pass& p, int64_t layer, const f
 }
 
 void project(Worker& me, const Linear& w, const Activations& x, Output y, bool amx) {
-  each(me, items(w), [&](int64_t i) { any_item(w, x, i, y, me.thread, amx); });
+  each(me, items(w), [&](int64_t i) { any_item(w, x, i, y, amx); });
 }
 
 Activations shaped(const Activations& x, int64_t rows, const Linear& w) {
-  return {x.q, x.scale, x.sum, rows, (rows + 63) / 64 * 64, w.groups, x.unpacked};
+  return {x.q, x.scale, x.sum, rows, (rows + 63) / 64 * 64, w.groups};
 }
 
 void forward(Worker me, const Model& m, const Pass& p, Scratch& s, bool amx) {

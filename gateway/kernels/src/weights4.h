@@ -109,33 +109,26 @@ struct Int4 {
 
 #if !defined(__AVX512VNNI__)
 
-// The four blocks of a unit as a weight of eight bits and 64 outputs, its bytes in `room`.
-INLINE Linear unpack_item(const Linear& w, int64_t block, uint8_t* room) {
-  const int64_t first = block * kBlock, bytes = w.groups * kGroupBytes4 * (kItem / kBlock);
-  const uint8_t* from = w.weight + block * w.groups * kGroupBytes4;
-  for (int64_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(from + i + kGroupBytes4);
-    unpack(from + i, room + 2 * i);
+// What a product needs of a weight's format: a group is unpacked where the first cache holds it.
+struct Int4 {
+  INLINE Spread group(const Linear& w, int64_t block, int64_t g, uint8_t* room) {
+    for (int64_t b = 0; b < kItem / kBlock; ++b) {
+      const uint8_t* from = w.weight + ((block + b) * w.groups + g) * kGroupBytes4;
+      for (int64_t i = 0; i < kGroupBytes4; i += 64) {
+        __builtin_prefetch(from + i + kGroupBytes4);
+        unpack(from + i, room + b * kGroupBytes + 2 * i);
+      }
+    }
+    return {room, kGroupBytes};
   }
-  return {room, w.scale + block * w.groups * kBlock, w.bias ? w.bias + first : nullptr, w.n - first, w.k, w.groups, 8};
-}
+};
 
 #endif
 
-// One unit of work of a weight in either format; `thread` says whose room a unit may be unpacked into.
-INLINE void any_item(const Linear& w, const Activations& x, int64_t item, const Output& y, int thread, bool amx) {
-  if (w.bits == 8) return linear_item(w, x, item, y, amx);
-  const int64_t block = item * (kItem / kBlock);
-#if defined(__AMX_INT8__)
-  if (amx && x.rows >= kAmxRows) return amx_item<Int4>(w, x, block, y);
-#endif
-#if defined(__AVX512VNNI__)
-  (void)thread;
-  vnni_item<Int4>(w, x, block, y);
-#else
-  const Linear plain = unpack_item(w, block, x.unpacked + thread * w.groups * kGroup * kItem);
-  linear_item(plain, x, 0, {y.data + block * kBlock, y.stride, y.add}, amx);
-#endif
+// One unit of work of a weight in either format.
+INLINE void any_item(const Linear& w, const Activations& x, int64_t item, const Output& y, bool amx) {
+  if (w.bits == 8) return linear_item<Int8>(w, x, item, y, amx);
+  linear_item<Int4>(w, x, item, y, amx);
 }
 
 struct Coded {
