@@ -19,7 +19,7 @@ MOST_PLACES = 8
 """Earlier places of an n-gram that are remembered."""
 
 LEAST_CONFIDENCE = 0.5
-"""Share of the remembered places that must agree on the next token."""
+"""More than this share of the remembered places must agree on the next token."""
 
 
 class NgramIndex:
@@ -46,8 +46,9 @@ class NgramIndex:
                     del places[:-MOST_PLACES]
             self.tokens.append(token)
 
-    def propose(self, context: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `context`; longer matches earn longer drafts."""
+    def propose(self, context: Sequence[int], most: int, per_match: int = 2) -> list[int]:
+        """Up to `most` tokens that may follow `context`: `per_match` for the n-gram, and for each token by which
+        the match is longer."""
         if most < 1 or len(context) < self.ngram:
             return []
         places = self._places.get(tuple(context[len(context) - self.ngram :]))
@@ -56,9 +57,9 @@ class NgramIndex:
         length, place = max((self._match(context, place), place) for place in places)
         following = self.tokens[place]
         agreeing = sum(self.tokens[other] == following for other in places)
-        if agreeing < LEAST_CONFIDENCE * len(places):
+        if agreeing <= LEAST_CONFIDENCE * len(places):
             return []
-        return self.tokens[place : place + min(most, 2 * (length - self.ngram + 1))]
+        return self.tokens[place : place + min(most, per_match * (length - self.ngram + 1))]
 
     def _match(self, context: Sequence[int], place: int) -> int:
         """How many tokens before `place` equal the end of the context."""
@@ -97,8 +98,8 @@ class AnswerStore:
         while self.num_tokens > self.most_tokens:
             self._scopes.popitem(last=False)
 
-    def propose(self, scope: str, context: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens from this scope's answers, else from the corpus."""
+    def propose(self, scope: str, context: Sequence[int], most: int, per_match: int = 2) -> list[int]:
+        """Up to `most` tokens from this scope's answers, else from the corpus; per_match as in NgramIndex."""
         index = self._scopes.get(scope)
-        found = index.propose(context, most) if index is not None else []
-        return found or self.corpus.propose(context, most)
+        found = index.propose(context, most, per_match) if index is not None else []
+        return found or self.corpus.propose(context, most, per_match)

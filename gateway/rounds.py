@@ -136,9 +136,11 @@ class Rounds:
             most = min(most, self.load.lookup_cap(self.num_decoding))
         if most < 1:
             return False
-        tokens = index.propose(row.sequence, most)
+        # Behind a short match the small model drafts on, where it may; else a longer draft is worth the risk.
+        per_match = 1 if row.follows_lookup and row.load_cap != 0 else 2
+        tokens = index.propose(row.sequence, most, per_match)
         if not tokens and self.answers is not None:
-            tokens = self.answers.propose(row.request.scope, row.sequence, most)
+            tokens = self.answers.propose(row.request.scope, row.sequence, most, per_match)
         stamp = PassStamp(tick.number, 0, 0, 0, self.clock())
         for token in tokens:
             position = len(history.tokens)
@@ -157,8 +159,7 @@ class Rounds:
             )  # fmt: skip
             history.draft(token)
             row.append(token)
-        row.lookup_full = bool(history.num_waiting(Tier.SMALL))
-        return row.lookup_full
+        return bool(history.num_waiting(Tier.SMALL))
 
     # ---- the small model has spoken
 
@@ -258,7 +259,7 @@ class Rounds:
             return
         kept, drafts = row.drafts[: len(row.drafts) - num], row.drafts[len(row.drafts) - num :]
         start = len(row.sequence) - num
-        row.drafts, row.lookup_full = kept, False
+        row.drafts = kept
         row.history.recall(below)
         for i, reading in enumerate(readings):
             draft = drafts[i] if i < num else None

@@ -97,9 +97,8 @@ class Row:
     more. guesses: how many tokens the small model is to say ahead for that, where the large one writes
     whatever it says. greedy_drafts: the small model proposes its top token, since a large model
     elsewhere does not share its noise. degraded: the large model could not be had, the small one writes on.
-    load_cap: most drafts that pay now. lookup_full: the drafts that wait for the small model's neighbour were
-    looked up and are verified before more is drafted. shadowed: what routing would have done so far (mode
-    `shadow`). A finished row stays until its last signals, and labels where it is audited, are in.
+    load_cap: most drafts that pay now. shadowed: what routing would have done so far (mode `shadow`). A
+    finished row stays until its last signals, and labels where it is audited, are in.
     """
 
     request: Request
@@ -131,7 +130,6 @@ class Row:
     constraint: Constraint | None = None
     masks: dict[int, Tensor] = field(default_factory=dict)
     load_cap: int | None = None
-    lookup_full: bool = False
     counts: Counts = field(default_factory=Counts)
     seq: int = 0
     round: int = 0
@@ -186,10 +184,17 @@ class Row:
         policy = self.policies[tier]
         if self.degraded:
             return -1
-        if self.lookup_full and tier is Tier.SMALL:
-            return self.history.num_waiting(tier)
         limit = policy.draft_length if self.load_cap is None else min(policy.draft_length, self.load_cap)
+        looked_up = bool(self.drafts) and self.drafts[-1].tier is Tier.LOOKUP
+        if tier is Tier.SMALL and looked_up and not self.follows_lookup:
+            return self.history.num_waiting(tier) or limit
         return min(limit, max(1, self.room(tier) - 1)) if policy.verified else limit
+
+    @property
+    def follows_lookup(self) -> bool:
+        """Whether the small model drafts on behind what was looked up: not under `trust`, where what it writes
+        stands at once, nor below a middle tier, which may throw a looked-up token away without a word on it."""
+        return self.request.policy.verified and len(self.levels) == 1
 
     def number(self) -> int | None:
         """The next decision's number; None where only the small model decides, in the order of the rows."""
@@ -279,8 +284,7 @@ class Row:
         policy = self.request.policy
         if not self.flying or policy.mode is not Mode.ROUTED or self.finished is not None:
             return False
-        if not self.drafts_ahead or self.load_cap == 0 or self.lookup_full:
-            # What was looked up the small model reads once it stands: then its signals are wanted.
+        if not self.drafts_ahead or self.load_cap == 0:
             return False
         num, limit = len(self.ahead), self.draft_limit(Tier.SMALL)
         if num > limit or len(self.history.tokens) + num >= self.most_tokens:
@@ -459,7 +463,6 @@ class Row:
         """Roll back to the accepted prefix."""
         self.cut(len(self.sequence) - (len(self.drafts) - num_accepted))
         self.drafts.clear()
-        self.lookup_full = False
         self.deferred = None
 
     def cut(self, end: int) -> None:

@@ -13,15 +13,19 @@ def test_copies_what_followed_the_same_words() -> None:
     assert index.propose([0, 1, 2, 3, 4, 5], 4) == [6, 7, 8, 9]
 
 
-def test_a_bare_ngram_earns_two_tokens_and_a_longer_match_more() -> None:
+def test_a_bare_ngram_earns_the_least_and_a_longer_match_more() -> None:
     index = NgramIndex([9, 1, 2, 3, 4, 5, 6, 7, 8])
     assert index.propose([0, 1, 2, 3], 10) == [4, 5]
     assert index.propose([0, 9, 1, 2, 3], 10) == [4, 5, 6, 7]
+    assert index.propose([0, 1, 2, 3], 10, per_match=1) == [4]
+    assert index.propose([0, 9, 1, 2, 3], 10, per_match=1) == [4, 5]
 
 
 def test_nothing_where_the_places_disagree() -> None:
     index = NgramIndex([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 0])
     assert index.propose([7, 1, 2, 3], 5) == []
+    assert NgramIndex([1, 2, 3, 4, 1, 2, 3, 5, 0]).propose([7, 1, 2, 3], 5) == []
+    assert NgramIndex([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 0]).propose([7, 1, 2, 3], 1) == [5]
 
 
 def test_the_longest_match_wins_over_the_latest() -> None:

@@ -83,7 +83,7 @@ def test_more_than_half_is_not_written_by_the_large_model_and_all_of_it_is_its_c
                 labelled += 1
                 agreeing += token == large
     assert labelled == cheap
-    assert share >= 0.54, f"{cheap} tokens"
+    assert share >= 0.55, f"{cheap} tokens"
     assert agreeing / labelled >= 0.97
 
 
