@@ -64,7 +64,7 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["none", "int8", "int4"] | None,
         Meta(
             description="small model: `none`, `int8` or `int4`; on a CPU by default int8, "
-            "none for `tiny`, int4 for `qwen-coder` where the processor has AVX512-VNNI"
+            "none for `tiny`, int4 for `qwen-coder`"
         ),
     ] = None
     middle_quantize: Annotated[

@@ -319,7 +319,7 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
     chosen: dict[Tier, Quantize] = {}
     middles = [(tier, models.middle_quantize) for tier, _ in zip(MIDDLES, models.middle, strict=False)]
     for tier, asked in ((Tier.SMALL, models.small_quantize), *middles, (Tier.LARGE, models.large_quantize)):
-        four = tier is Tier.SMALL and models.small is None and by_default and _unpacks_for_free()
+        four = tier is Tier.SMALL and models.small is None and by_default
         wanted = asked or ("int4" if four else "int8" if by_default else "none")
         able = wanted == "none" or (lean[tier] and models.device == "cpu" and kernels.available())
         if asked is not None and not able:
@@ -328,11 +328,6 @@ def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[
         chosen[tier] = wanted if able else "none"
     log.info("quantization", **chosen)
     return chosen
-
-
-def _unpacks_for_free() -> bool:
-    """Whether this processor's kernels turn four-bit weights into bytes while they wait for memory."""
-    return kernels.available() and kernels.paths()[0] in ("amx", "vnni")
 
 
 def _answers(config: Config, tokenizer: Tokenizer) -> AnswerStore | None:

@@ -96,8 +96,6 @@ def test_weights_are_by_default_as_small_as_was_measured_to_be_safe(
     config = load_config(None, {}, {f"models.{key}": value for key, value in models.items()})
     chosen = quantization(config, "bfloat16", dict.fromkeys((Tier.SMALL, Tier.LARGE), True))
     able = kernels.available() or {small, large} == {"none"}
-    if able and models == {} and kernels.paths()[0] not in ("amx", "vnni"):
-        small = "int8"
     assert chosen == ({Tier.SMALL: small, Tier.LARGE: large} if able else dict.fromkeys(chosen, "none"))
 
 
