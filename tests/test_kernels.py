@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ BLOCK = 24
 def no_grad() -> Iterator[None]:
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """Whatever the machine and the other tests chose: the kernels part their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -416,6 +426,22 @@ def test_a_failed_build_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(build.BuildError, match="no-such-flag"):
         build.build()
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_of_two_that_want_the_kernels_one_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOKENTAPE_CACHE", str(tmp_path / "cache"))
+    told = tmp_path / "told"
+
+    def commands(cxx: str, out: Path) -> tuple[list[list[str]], list[str]]:
+        return [["sh", "-c", f"echo compiled >> {told}; sleep 0.2"]], ["touch", f"{out}/kernels.so"]
+
+    monkeypatch.setattr(build, "_key", lambda cxx: "key")
+    monkeypatch.setattr(build, "_commands", commands)
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: build.build(), range(2))
+    assert first == second
+    assert first.exists()
+    assert told.read_text() == "compiled\n"
 
 
 def test_bench_times_a_decoder_of_the_given_shape() -> None:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import filelock
 import platformdirs
 import structlog
 import torch
@@ -98,9 +99,17 @@ def build() -> Path:
     target = cache_dir() / f"kernels-{_key(cxx)}.so"
     if target.exists():
         return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Who comes second waits and has it for nothing, rather than for a minute of every core again.
+    with filelock.FileLock(target.parent.with_suffix(".lock")):
+        if not target.exists():
+            _compile(cxx, target)
+    return target
+
+
+def _compile(cxx: str, target: Path) -> None:
     started = time.monotonic()
     log.info("kernels_compiling", compiler=cxx, into=str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         compile_, link = _commands(cxx, Path(directory))
         running = [_run(command) for command in compile_]
@@ -112,9 +121,8 @@ def build() -> Path:
                 process.kill()
                 process.wait()
         _finish(_run(link))
-        (Path(directory) / "kernels.so").replace(target)  # whole or not at all, also when two processes build
+        (Path(directory) / "kernels.so").replace(target)  # whole or not at all
     log.info("kernels_compiled", seconds=round(time.monotonic() - started, 1))
-    return target
 
 
 @functools.cache
