@@ -105,6 +105,7 @@ class Load:
         self._best: dict[int, tuple[int, float]] = {}
         self._lookup_best: dict[int, int] = {}
         self._guess_best: dict[int, int] = {}
+        self._verify_ms: dict[int, tuple[float, ...]] = {}
 
     def cap(self, num_rows: int) -> int:
         """Most drafts a round should have with num_rows running: 0 where the large model alone is faster."""
@@ -171,14 +172,23 @@ class Load:
         """How many tokens, each right with chance `hit`, are worth most in one large pass; the first of a row
         costs first_ms to come by, each more next_ms."""
         best, speed = 0, GAIN_NEEDED * self.large_only(num_rows).per_ms
-        tokens, small_ms = 1.0, first_ms
-        for k in range(1, self.longest + 1):
-            tokens += hit**k
-            per_ms = tokens / (small_ms + self._ms(Tier.LARGE, num_rows * (k + 1)))
+        tokens, small_ms, right, pace = 1.0, first_ms, 1.0, self.pace[Tier.LARGE]
+        for k, ms in enumerate(self._verifying(num_rows), start=1):
+            right *= hit
+            tokens += right
+            per_ms = tokens / (small_ms + ms * pace)
             if per_ms > speed:
                 best, speed = k, per_ms
             small_ms += next_ms
         return best
+
+    def _verifying(self, num_rows: int) -> tuple[float, ...]:
+        """ms by the table of large passes over num_rows rows with 1, 2, ... drafts each; asked for at every
+        pass, and always the same."""
+        if num_rows not in self._verify_ms:
+            large = self.costs[Tier.LARGE]
+            self._verify_ms[num_rows] = tuple(large(num_rows * (k + 1)) for k in range(1, self.longest + 1))
+        return self._verify_ms[num_rows]
 
     def saw_rider(self, stood: bool, *, guessed: bool) -> None:
         """A token that rode along, guessed or deferred, was the large model's own, or was not."""
