@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import msgspec
 from litestar import Litestar
 from litestar.config.cors import CORSConfig
@@ -76,16 +78,23 @@ HANDLERS = (
 def build_http(service: Service) -> ASGIApp:
     """The gateway's HTTP application."""
     server = service.config.server
-    schema = openapi.document(HANDLERS, service.model_name)
+    schema, page = described(service.model_name)
     app = Litestar(
         route_handlers=HANDLERS,
         exception_handlers={Exception: on_exception},
         guards=[check_key],
         cors_config=CORSConfig(allow_origins=server.cors_origins) if server.cors_origins else None,
-        state=State({"service": service, "openapi": msgspec.json.encode(schema), "docs": docs.page(schema)}),
+        state=State({"service": service, "openapi": schema, "docs": page}),
         openapi_config=None,
         logging_config=None,
         request_max_body_size=int(server.max_body_mib * 2**20),
         debug=False,
     )
     return Front(app, service)
+
+
+@cache
+def described(model: str) -> tuple[bytes, str]:
+    """The routes over a model so named: the OpenAPI document and its page, worked out once."""
+    schema = openapi.document(HANDLERS, model)
+    return msgspec.json.encode(schema), docs.page(schema)
