@@ -24,6 +24,35 @@ from logs.recorder import Recorder
 TINY = Config(models=ModelsConfig(preset="tiny"))
 
 
+class PromptServer(uvicorn.Server):
+    """uvicorn, which looks every tenth of a second whether it is to stop and gives its clients another to
+    leave; this one is told, and waits only for clients that are there."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._started = threading.Event()
+
+    def stop(self) -> None:
+        """From another thread: finish what is under way, then end."""
+        self._started.wait()
+        self._loop.call_soon_threadsafe(self._told.set)
+
+    async def main_loop(self) -> None:
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        await self.on_tick(0)
+        await self._told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+        else:
+            for server in self.servers:
+                server.close()
+
+
 @contextmanager
 def serving(service: Service, send_buffer: int | None = None) -> Iterator[str]:
     """The service's URL while it is served; send_buffer: bytes the sockets hold for a client."""
@@ -31,14 +60,14 @@ def serving(service: Service, send_buffer: int | None = None) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False))
+    server = PromptServer(uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     host, port = listener.getsockname()
     try:
         yield f"http://{host}:{port}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join()
         listener.close()
 
@@ -50,7 +79,7 @@ class FakeGateway:
         self.service = service
         self.worker = worker
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=10, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=10, trust_env=False, verify=False)
 
     def post(self, path: str, body: dict[str, object], **more: object) -> httpx.Response:
         """POST a JSON body."""

@@ -43,7 +43,7 @@ class Running:
 
     async def __aenter__(self) -> Running:
         self.url = await self.ready
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=False)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=False, verify=False)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -50,7 +50,10 @@ def http(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Itera
     service = Service(
         config=TINY, metrics=metrics, model_name="tiny", recorder=recorder, engine=worker, alerts=alerts
     )
-    with serving(service) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with (
+        serving(service) as url,
+        httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False) as client,
+    ):
         yield client
     worker.stop()
     alerts.stop()

@@ -169,7 +169,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Cl
     metrics, recorder = Metrics(), Recorder(folder)
     worker = load_worker(config, [recorder, metrics])
     service = Service(config=config, metrics=metrics, model_name="tiny", recorder=recorder, engine=worker)
-    with serving(service) as url, httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with (
+        serving(service) as url,
+        httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False) as client,
+    ):
         yield client, recorder
     worker.stop()
     recorder.close()
