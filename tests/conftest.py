@@ -8,7 +8,9 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
+import gc
 import logging
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,16 @@ structlog.configure(
         structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
     ]
 )
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage walks over all that was imported, over and over, unless it is set apart. And where
+    several workers share the machine, threads of each would only wait for those of the others."""
+    gc.collect()
+    gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -267,6 +267,8 @@ def as_schema(client: openai.OpenAI, seed: int, routing: dict[str, Any]) -> str:
         messages=MESSAGES,
         max_tokens=150,
         seed=seed,
+        # The grammar would let spaces go on and on.
+        logit_bias={str(ord(c)): -100 for c in " \n\r\t"},
         response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
         extra_body={"routing": routing},
     )
@@ -300,14 +302,14 @@ def test_async_requests_at_once(url: str) -> None:
             made = await asyncio.gather(
                 *(
                     client.completions.create(model="tiny", prompt="Hello", max_tokens=24, seed=seed)
-                    for seed in range(16)
+                    for seed in range(8)
                 )
             )
         return [answer.choices[0].text for answer in made]
 
     together = asyncio.run(many())
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        assert [text(client, seed=seed) for seed in range(16)] == together
+        assert [text(client, seed=seed) for seed in range(8)] == together
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,9 @@ def biased(logits: torch.Tensor, out: list[int]) -> torch.Tensor:
 def test_logits_change_per_token_whoever_writes(
     client: openai.OpenAI, hf: dict[str, Any], fields: dict[str, Any], change: Any
 ) -> None:
+    by_hf = {name: greedy(model, change) for name, model in hf.items()}
     for name, routing in ROUTINGS.items():
-        expected = greedy(hf["small" if name == "small_only" else "large"], change)
+        expected = by_hf["small" if name == "small_only" else "large"]
         choice = complete(client, **fields, routing=routing, return_token_ids=True).choices[0]
         if name == "trust":
             assert len(choice.token_ids) == 24 or choice.finish_reason == "stop"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ WIDTH = 24
 """Of the hidden states in these tests."""
 
 
+@cache
 def world(seed: int, num_prompts: int, informative: bool, hidden: float = 0.0) -> Examples:
     """Positions whose agreement hangs on gap and, where informative, on attention entropy; hidden: how much
     it hangs on one direction of a hidden state that no other feature tells (0: there are no states)."""
