@@ -309,8 +309,7 @@ def _adapts(config: Config) -> bool:
 
 def quantization(config: Config, dtype: str, lean: Mapping[Tier, bool]) -> dict[Tier, Quantize]:
     """What was asked for, or by default int8 on a CPU that can run it, and int4 for the preset's small model,
-    which agrees with its large one no less often then, where the kernels unpack it for free; raises
-    ConfigError.
+    which agrees with its large one no less often then; raises ConfigError.
 
     lean: whether our own forward runs the tier's model.
     """
