@@ -8,6 +8,7 @@ cost curve extra tokens are nearly free and drafts pay; above it they are full p
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,8 +28,12 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 
 EMA = 0.98
 
-BELIEVED = (0.55, 0.85, 0.7, 0.5, 0.8)
-"""What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen."""
+BELIEVED = (0.7, 0.95, 0.7, 0.45, 0.8)
+"""What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen: what the default pair
+comes to on mixed prompts, so that drafts are tried wherever they may pay."""
+
+BELIEF_WORTH = 10
+"""Observations that a belief counts as much as: a workload unlike it shows after a few rounds."""
 
 SETTLED = 8
 """Tokens that the small model lacks of a row it has been drafting for: what a round left it, no debt."""
@@ -101,6 +106,7 @@ class Load:
         self.off_ms = 0.0
         self._hold_ms = FIRST_HOLD_MS
         self._since_off_ms = 0.0
+        self._num_seen: Counter[str] = Counter()
         # What is best changes with every pass, but not between the rows of one.
         self._best: dict[int, tuple[int, float]] = {}
         self._lookup_best: dict[int, int] = {}
@@ -193,9 +199,14 @@ class Load:
     def saw_rider(self, stood: bool, *, guessed: bool) -> None:
         """A token that rode along, guessed or deferred, was the large model's own, or was not."""
         if guessed:
-            self.guess_hit = EMA * self.guess_hit + (1 - EMA) * stood
+            self.guess_hit = self._learnt("guess", self.guess_hit, stood)
         else:
-            self.ride_hit = EMA * self.ride_hit + (1 - EMA) * stood
+            self.ride_hit = self._learnt("ride", self.ride_hit, stood)
+
+    def _learnt(self, name: str, now: float, seen: bool) -> float:
+        """A chance after one more observation: their mean at first, the belief among them, then a running one."""
+        self._num_seen[name] += 1
+        return now + max(1 - EMA, 1 / (BELIEF_WORTH + self._num_seen[name])) * (seen - now)
 
     def best(self, num_rows: int) -> tuple[int, float]:
         """The draft length with the most expected tokens per ms, and its speed-up over large-only."""
@@ -235,16 +246,16 @@ class Load:
 
     def saw_proposal(self, kept: bool) -> None:
         """The router kept, or deferred, a proposal of the small model."""
-        self.keep = EMA * self.keep + (1 - EMA) * kept
+        self.keep = self._learnt("keep", self.keep, kept)
 
     def saw_verified(self, tier: Tier, num_accepted: int, num_examined: int) -> None:
         """Of num_examined drafts of a tier the first num_accepted stood."""
         for i in range(num_examined):
             hit = i < num_accepted
             if tier is Tier.LOOKUP:
-                self.lookup_hit = EMA * self.lookup_hit + (1 - EMA) * hit
+                self.lookup_hit = self._learnt("lookup", self.lookup_hit, hit)
             else:
-                self.hit = EMA * self.hit + (1 - EMA) * hit
+                self.hit = self._learnt("hit", self.hit, hit)
 
     def saw_pass(self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int) -> None:
         """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""

@@ -39,6 +39,34 @@ def test_useless_drafts_are_switched_off_by_what_is_seen() -> None:
     assert load.cap(1) == 0
 
 
+def test_a_belief_counts_as_ten_observations_and_what_is_seen_as_one_each() -> None:
+    load = Load(FLAT)
+    believed = load.keep
+    for _ in range(20):
+        load.saw_proposal(kept=False)
+    assert load.keep == pytest.approx(believed * 10 / 30)
+    # From the fiftieth on the mean runs: one more weighs a fiftieth.
+    for _ in range(100):
+        load.saw_proposal(kept=False)
+    before = load.keep
+    load.saw_proposal(kept=True)
+    assert load.keep == pytest.approx(before + (1 - before) / 50)
+
+
+def test_drafts_that_pay_only_on_easy_text_are_tried_and_given_up_where_it_is_hard() -> None:
+    # Two AVX2 cores: ms of the default pair's passes.
+    costs = {
+        Tier.SMALL: CostTable((1, 2, 8), (33.0, 40.0, 72.0)),
+        Tier.LARGE: CostTable((1, 2, 4, 8), (106.0, 117.0, 135.0, 220.0)),
+    }
+    load = Load(costs)
+    assert load.cap(1) > 0
+    for _ in range(15):
+        load.saw_proposal(kept=False)
+        load.saw_pass(Tier.LARGE, 106.0, 1, 1, 1)
+    assert load.cap(1) == 0
+
+
 def test_after_a_bad_answer_routing_is_tried_again() -> None:
     load = Load(FLAT)
     for _ in range(400):
