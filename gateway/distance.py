@@ -49,7 +49,9 @@ class Distance(Load):
             small_ms += reach * small
         return best, speed
 
-    def saw_pass(self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int) -> None:
+    def saw_pass(
+        self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int, num_prompt: int = 0
+    ) -> None:
         """A pass of the small model."""
         self._changed()
         self._keep_pace(tier, ms, num_fed)

@@ -187,13 +187,19 @@ class Engine:
             for row in plan.rows:
                 self._break_off(row, FinishReason.ERROR, str(error), tick)
             return
+        unread = [max(0, row.num_prompt - row.seen[plan.tier]) for row in plan.rows]
         for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
             row.seen[plan.tier] += num
             self._hear(plan.tier, row, said, stamp, tick)
         if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
+            # An answer's first token comes with reading the prompt, routed or not.
+            first = sum(0 < left <= num for left, num in zip(unread, plan.num_tokens, strict=True))
             written = sum(len(delta.steps) for delta in tick.deltas)
+            written = max(0, written - first) if plan.tier is Tier.LARGE else written
+            prompt = sum(map(min, unread, plan.num_tokens))
             spent = tick.passed.ms + tick.passed.host_ms
-            self.load.saw_pass(plan.tier, spent, sum(plan.num_tokens), written, self.rounds.num_decoding)
+            fed, decoding = sum(plan.num_tokens), self.rounds.num_decoding
+            self.load.saw_pass(plan.tier, spent, fed, written, decoding, prompt)
 
     def _hear(self, tier: Tier, row: Row, views: list[View], stamp: PassStamp, tick: Tick) -> None:
         """What becomes of a row after a tier has spoken."""

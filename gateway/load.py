@@ -29,8 +29,8 @@ FIRST_HOLD_MS, LONGEST_HOLD_MS = 2000.0, 60000.0
 EMA = 0.98
 
 BELIEVED = (0.7, 0.95, 0.7, 0.45, 0.8)
-"""What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen: what the default pair
-comes to on mixed prompts, so that drafts are tried wherever they may pay."""
+"""What keep, hit, lookup_hit, ride_hit and guess_hit are taken for before anything was seen: what the default
+pair comes to on mixed prompts, so that drafts are tried wherever they may pay."""
 
 BELIEF_WORTH = 10
 """Observations that a belief counts as much as: a workload unlike it shows after a few rounds."""
@@ -204,7 +204,7 @@ class Load:
             self.ride_hit = self._learnt("ride", self.ride_hit, stood)
 
     def _learnt(self, name: str, now: float, seen: bool) -> float:
-        """A chance after one more observation: their mean at first, the belief among them, then a running one."""
+        """A chance after one more observation: a mean with the belief at first, then a running one."""
         self._num_seen[name] += 1
         return now + max(1 - EMA, 1 / (BELIEF_WORTH + self._num_seen[name])) * (seen - now)
 
@@ -257,10 +257,17 @@ class Load:
             else:
                 self.hit = self._learnt("hit", self.hit, hit)
 
-    def saw_pass(self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int) -> None:
-        """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded."""
+    def saw_pass(
+        self, tier: Tier, ms: float, num_fed: int, num_written: int, num_rows: int, num_prompt: int = 0
+    ) -> None:
+        """A tier's pass of `ms` over num_fed tokens wrote num_written while num_rows decoded.
+
+        num_prompt: tokens of prompts among those fed. Their share of the time is on no clock: the large model
+        reads them without routing too, and whether the small one's reading pays `cap_for` says beforehand.
+        """
         self._changed()
         self._keep_pace(tier, ms, num_fed)
+        ms *= 1 - num_prompt / num_fed
         if self.off_ms > 0:
             self.off_ms -= ms
             if self.off_ms <= 0:

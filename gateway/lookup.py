@@ -47,8 +47,8 @@ class NgramIndex:
             self.tokens.append(token)
 
     def propose(self, context: Sequence[int], most: int, per_match: int = 2) -> list[int]:
-        """Up to `most` tokens that may follow `context`: `per_match` for the n-gram, and for each token by which
-        the match is longer."""
+        """Up to `most` tokens that may follow `context`: `per_match` for the n-gram, and as many for each
+        token by which the match is longer."""
         if most < 1 or len(context) < self.ngram:
             return []
         places = self._places.get(tuple(context[len(context) - self.ngram :]))

@@ -192,8 +192,9 @@ class Row:
 
     @property
     def follows_lookup(self) -> bool:
-        """Whether the small model drafts on behind what was looked up: not under `trust`, where what it writes
-        stands at once, nor below a middle tier, which may throw a looked-up token away without a word on it."""
+        """Whether the small model drafts on behind what was looked up: not under `trust`, where what it
+        writes stands at once, nor below a middle tier, which may drop a looked-up token without a word on it.
+        """
         return self.request.policy.verified and len(self.levels) == 1
 
     def number(self) -> int | None:

@@ -67,6 +67,23 @@ def test_drafts_that_pay_only_on_easy_text_are_tried_and_given_up_where_it_is_ha
     assert load.cap(1) == 0
 
 
+def test_reading_prompts_is_not_held_against_routing() -> None:
+    small, large = CostTable((1, 4, 62), (10.0, 10.0, 300.0)), CostTable((1, 4, 60), (50.0, 50.0, 900.0))
+    load = Load({Tier.SMALL: small, Tier.LARGE: large})
+    for _ in range(40):  # an answer's prompt, then a round of two drafts that stood
+        load.saw_pass(Tier.LARGE, 900.0, 60, 0, 1, 60)
+        load.saw_pass(Tier.SMALL, 300.0, 62, 0, 1, 60)
+        load.saw_pass(Tier.SMALL, 10.0, 1, 0, 1)
+        load.saw_pass(Tier.LARGE, 50.0, 3, 3, 1)
+    assert load.off_ms <= 0
+    assert load.cap(1) > 0
+    for _ in range(80):  # rounds that come to one token
+        load.saw_pass(Tier.SMALL, 10.0, 1, 0, 1)
+        load.saw_pass(Tier.SMALL, 10.0, 1, 0, 1)
+        load.saw_pass(Tier.LARGE, 50.0, 3, 1, 1)
+    assert load.off_ms > 0
+
+
 def test_after_a_bad_answer_routing_is_tried_again() -> None:
     load = Load(FLAT)
     for _ in range(400):
