@@ -57,7 +57,10 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One Drawn a Draw, from A's logits float32 [rows, vocab]; a few waits for a device, not one a row."""
+    """One Drawn a Draw, from A's logits float32 [rows, vocab]; a few waits for a device, not one a row.
+
+    Raises ValueError where a row's logits are NaN.
+    """
     groups = range(0, len(draws), GROUP)
     return [drawn for first in groups for drawn in _draw(logits, draws[first : first + GROUP])]
 
@@ -88,7 +91,10 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         here, floor = slice(ends[i] - counts[i], ends[i]), float(bound[i]) / d.sampling.temperature
         likely = Likely(logits[d.row], d.sampling, tokens[here], z[here], floor)
         best_first = near[near_ends[i - 1] if i else 0 : near_ends[i]]
-        token = next(int(tokens[j]) for j in best_first if likely.allow(int(tokens[j]), float(z[j])))
+        allowed_first = (int(tokens[j]) for j in best_first if likely.allow(int(tokens[j]), float(z[j])))
+        token = next(allowed_first, None)
+        if token is None:
+            raise ValueError(f"no token can be drawn: the logits of row {d.row} are not numbers")
         allowed = d.draft is not None and likely.allow(d.draft, d.draft_logit / d.sampling.temperature)
         drawn.append(Drawn(token, allowed))
     return drawn

@@ -188,6 +188,13 @@ def test_what_has_no_probability_is_never_drawn() -> None:
     assert set(got) == {Drawn(41, False)}
 
 
+def test_logits_that_are_not_numbers_are_an_error_that_says_so() -> None:
+    given = logits(0)
+    good = to_draw(given, sampling())
+    with pytest.raises(ValueError, match="logits of row 0 are not numbers"):
+        draw(torch.full_like(given, math.nan), [good._replace(top=math.nan)])
+
+
 def test_of_a_wide_vocabulary_few_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
