@@ -170,6 +170,12 @@ class Rounds:
                 tick.restated.append(signal(row, seq, reading))
             elif row.finished is not None:
                 continue
+            elif row.history.num_written <= position < len(row.history.tokens):
+                # A draft that passed the small model by; it waits further up.
+                i = position - row.history.num_written
+                row.drafts[i] = structs.replace(
+                    row.drafts[i], small_choice=reading.token, signals=reading.signals, topk=reading.topk
+                )
             elif row.flying or row.guesses:
                 if position == len(row.history.tokens) + len(row.ahead):
                     row.ahead.append((reading, stamp))
@@ -177,12 +183,6 @@ class Rounds:
                         row.guesses, row.tier = 0, Tier.LARGE
             elif position == len(row.history.tokens):
                 self._propose(row, reading, stamp, out, tick)
-            elif position >= row.history.num_written:
-                # A draft that passed the small model by; it waits further up.
-                i = position - row.history.num_written
-                row.drafts[i] = structs.replace(
-                    row.drafts[i], small_choice=reading.token, signals=reading.signals, topk=reading.topk
-                )
 
     def _propose(self, row: Row, reading: Reading, stamp: PassStamp, out: Output, tick: Tick) -> None:
         policy = row.request.policy
