@@ -43,6 +43,14 @@ def bench(tiny_pair: TinyPair) -> Bench:
     return Bench(loaded, engine.max_model_len)
 
 
+def test_a_repeated_prompt_differs_from_its_beginning() -> None:
+    prompts = WORKLOADS["chat"].prompts
+    picked = WORKLOADS["chat"].pick(2 * len(prompts) + 1)
+    assert tuple(picked[: len(prompts)]) == prompts
+    assert (picked[8], picked[16]) == (f"9. {prompts[0]}", f"17. {prompts[0]}")
+    assert len({prompt[:3] for prompt in picked[8:]}) == len(picked[8:])
+
+
 def test_a_run_counts_what_was_written(bench: Bench) -> None:
     found = bench.run(Setting("exact", Policy(accept=Accept.EXACT)), ["hello", "world", "again"], 24)
     assert found.tokens == 3 * 24

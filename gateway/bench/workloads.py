@@ -72,8 +72,12 @@ class Workload:
     max_tokens: int
 
     def pick(self, num: int) -> list[str]:
-        """num prompts, repeated in order where there are fewer."""
-        return [self.prompts[i % len(self.prompts)] for i in range(num)]
+        """num prompts, repeated in order where there are fewer; a repeated one has its number in front, since
+        what was read of a prompt before would cost nothing to read again."""
+        most = len(self.prompts)
+        return [
+            self.prompts[i % most] if i < most else f"{i + 1}. {self.prompts[i % most]}" for i in range(num)
+        ]
 
 
 WORKLOADS = {
