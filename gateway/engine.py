@@ -40,6 +40,7 @@ from gateway.request import Request
 from gateway.rounds import Rounds, View
 from gateway.row import Output, PassStamp, Row
 from gateway.scheduler import SHORT_FEED, Plan, Scheduler
+from gateway.sharing import Sharing
 from gateway.text import Tokenizer
 from gateway.tier import Distant, Job, LargeFailed, Scorer
 
@@ -61,7 +62,8 @@ class Engine:
     guesses: so is what it says in advance where the large model writes anyway, in the protected prefix.
     degrades: when such a tier gives no answer, the small model writes on; else the request fails.
     load: caps drafts by what they are worth (None: drafts are never capped). answers: earlier answers to look
-    tokens up in (None: only the row's own text). prefixes: finished rows whose keys and values may be reused.
+    tokens up in (None: only the row's own text). prefixes: finished rows whose keys and values may be reused,
+    as those of running ones always are.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Engine:
         self.waiting: deque[tuple[Request, Timings]] = deque()
         self.rows: list[Row] = []
         self.admission = Admission(self.tiers, tokenizer, pool, self.prefixes, max_model_len, self.distant)
+        self.sharing = Sharing(self.tiers, None if load is None else load.costs)
         self.rounds = Rounds(self.rows, load, answers, clock, ride_along=ride_along, guesses=guesses)
         self.num_ticks = 0
         self.num_passes = 0
@@ -177,7 +180,7 @@ class Engine:
 
     def _pass(self, tick: Tick) -> None:
         gathers = None if self.load is None else self.load.gathers
-        plan = self.scheduler.plan(self._near(), self.clock(), gathers)
+        plan = self.scheduler.plan(self.sharing.ready(self._near()), self.clock(), gathers)
         if plan is None:
             return
         try:
@@ -188,8 +191,11 @@ class Engine:
                 self._break_off(row, FinishReason.ERROR, str(error), tick)
             return
         unread = [max(0, row.num_prompt - row.seen[plan.tier]) for row in plan.rows]
-        for row, num, said in zip(plan.rows, plan.num_tokens, views, strict=True):
+        for row, num in zip(plan.rows, plan.num_tokens, strict=True):
             row.seen[plan.tier] += num
+        # Rows that waited for one of these have its keys and values before it may end.
+        self.sharing.ready(self._near())
+        for row, said in zip(plan.rows, views, strict=True):
             self._hear(plan.tier, row, said, stamp, tick)
         if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
             # An answer's first token comes with reading the prompt, routed or not.
@@ -224,6 +230,7 @@ class Engine:
             row.rides = Tier.LARGE in self.tiers and len(row.levels) == 1 and row.constraint is None
             row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()
+            self.sharing.join(row)
             self.rows.append(row)
             self.rounds.count()
             out = Output()
@@ -253,7 +260,7 @@ class Engine:
 
     def _near(self) -> list[Row]:
         """Rows that a tier here can take forward now."""
-        return [row for row in self.rows if not row.flying or row.looks_ahead]
+        return [row for row in self.rows if row.near]
 
     def _send_off(self, tick: Tick) -> None:
         """Every row that waits for a tier elsewhere is asked about there, whatever the others do."""
@@ -373,5 +380,6 @@ class Engine:
         self._full = False
         if self.answers is not None and row.request.policy.lookup:
             self.answers.add(row.request.scope, row.sequence[row.num_prompt :])
+        self.sharing.leave(row)
         self.admission.release(row)
         tick.settled.append(Settled(row.request.id, row.request.choice, row.audit))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from gateway.core import Tier
 
-LEAST_TOKENS = 32
-"""A shorter common beginning is not worth a copy."""
+LEAST_TOKENS = 8
+"""A shorter common beginning is not worth a copy: on a CPU 28 layers take .6 ms for 24 tokens, and reading a
+single one takes a model 1 to 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ class PrefixCache:
     def find(self, scope: str, prompt: Sequence[int]) -> tuple[Kept, int] | None:
         """The kept row of this scope that shares the longest beginning with the prompt, and its length."""
         best: tuple[Kept, int] | None = None
-        for kept in self._kept.values():
+        # Of equally long ones the latest: a beginning that all have must not keep what nobody uses.
+        for kept in reversed(self._kept.values()):
             if kept.scope == scope:
-                num = _common(kept.tokens, prompt)
+                num = common_length(kept.tokens, prompt)
                 if num >= LEAST_TOKENS and (best is None or num > best[1]):
                     best = kept, num
         if best is not None:
@@ -73,7 +75,7 @@ class PrefixCache:
         return self._kept.popitem(last=False)[1].blocks
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning, by halving: slices compare at C speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -232,6 +232,15 @@ class Row:
         self.tier = Tier.LARGE
 
     @property
+    def near(self) -> bool:
+        """Whether a tier here can take the row forward now."""
+        return not self.flying or self.looks_ahead
+
+    def reads(self, tier: Tier) -> bool:
+        """Whether the row's next pass is this tier's, and its client waits for that."""
+        return self.tier is tier and self.near and self.finished is None
+
+    @property
     def starts(self) -> bool:
         """Whether the first token is still to come."""
         return not self.history.tokens

@@ -51,6 +51,16 @@ def test_least_recently_used_goes_first() -> None:
     assert cache.keep(kept("", [*SYSTEM, 3], 2)) == [(1,)]
 
 
+def test_a_beginning_that_all_have_keeps_no_row_from_going() -> None:
+    cache = PrefixCache(2)
+    cache.keep(kept("", [*SYSTEM, 1], 0))
+    cache.keep(kept("", [*SYSTEM, 2], 1))
+    found = cache.find("", [*SYSTEM, 9])
+    assert found is not None
+    assert found[0].blocks == (1,)
+    assert cache.keep(kept("", [*SYSTEM, 3], 2)) == [(0,)]
+
+
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 3)), max_size=40))
 def test_every_block_is_held_or_released_exactly_once(rows: list[tuple[str, int, int]]) -> None:
     cache = PrefixCache(3)

@@ -1,0 +1,96 @@
+"""Prompts that begin alike, in rows that run at the same time: one row reads, the others copy what it read.
+
+Only the prompt is shared: drafts and guesses may be rolled back, a prompt is not. Where a row of the same
+scope (API key) is about to read what is common at the same tier, the others wait for it there. Of such rows
+the one that has read most goes on, of equals the one that came first, so the order is strict: two never wait
+for each other, and the foremost waits for none. A row that is gone is waited for no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway.core import Tier
+from gateway.load import CostTable
+from gateway.prefix import LEAST_TOKENS, common_length
+from gateway.row import Row
+from gateway.tier import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """Another row, how many tokens its prompt has in common with one's own, and whether it came first."""
+
+    row: Row
+    num: int
+    first: bool
+
+
+class Sharing:
+    """tiers: those that run here. costs: what their passes take (None: waiting always pays)."""
+
+    def __init__(self, tiers: Mapping[Tier, Scorer], costs: Mapping[Tier, CostTable] | None) -> None:
+        self.tiers = tiers
+        self.costs = costs
+        self._rows: dict[int, Row] = {}
+        self._kin: dict[int, dict[int, Kin]] = {}
+
+    def join(self, row: Row) -> None:
+        """A row starts; what others have read of its prompt it has from now on."""
+        mine: dict[int, Kin] = {}
+        for key, other in self._rows.items():
+            if other.request.scope != row.request.scope:
+                continue
+            num = common_length(row.request.prompt_ids, other.request.prompt_ids)
+            if num >= LEAST_TOKENS:
+                mine[key] = Kin(other, num, True)
+                self._kin[key][id(row)] = Kin(row, num, False)
+        self._rows[id(row)] = row
+        self._kin[id(row)] = mine
+        for tier in self.tiers:
+            self._waits(row, tier)
+
+    def leave(self, row: Row) -> None:
+        """A row is gone, and its blocks with it."""
+        del self._rows[id(row)]
+        for key in self._kin.pop(id(row)):
+            del self._kin[key][id(row)]
+
+    def ready(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of the rows that do not wait for another; each has what others have read at its tier."""
+        return [row for row in rows if not self._waits(row, row.tier)]
+
+    def _waits(self, row: Row, tier: Tier) -> bool:
+        """Whether another row is about to read enough of this one's prompt at the tier; if none is, copy what
+        others have read.
+
+        The last prompt token is always read anew: its logits decide the first output token.
+        """
+        most, seen = row.num_prompt - 1, row.seen[tier]
+        if most - seen < LEAST_TOKENS or row.request.prompt_logprobs:
+            return False
+        source, read, promised, alike = row, seen, seen, 0
+        for kin in self._kin[id(row)].values():
+            num, ahead = min(kin.num, most), kin.row.seen[tier]
+            if min(num, ahead) > read:
+                source, read = kin.row, min(num, ahead)
+            if not kin.row.reads(tier):
+                continue
+            alike += ahead < num
+            if ahead > seen or (kin.first and ahead == seen):
+                promised = max(promised, num)
+        if promised - read >= LEAST_TOKENS and self._pays(tier, promised - read, alike):
+            return True
+        if read - seen >= LEAST_TOKENS:
+            self.tiers[tier].copy_prefix(source.blocks, row.blocks, read)
+            row.seen[tier] = read
+        return False
+
+    def _pays(self, tier: Tier, num: int, alike: int) -> bool:
+        """Whether the time that `alike` others spend on reading `num` tokens along with one row is more than
+        that of the further pass that waiting may cost."""
+        if self.costs is None:
+            return True
+        cost = self.costs[tier]
+        return cost((alike + 1) * num) - cost(num) > cost(1)
