@@ -59,12 +59,14 @@ def measure(
 ) -> dict[Tier, CostTable]:
     """Cost tables from timed passes: run(tier, tokens) -> ms; never falling with size.
 
-    The least of six: whatever disturbs a pass makes it longer. A pass cannot cost more than a larger one, so
-    a size that was disturbed every time takes the figure of the next.
+    The least of six: whatever disturbs a pass makes it longer. All sizes take turns, so that what disturbs
+    for a second does not spoil every try of one. A pass cannot cost more than a larger one, so a size that
+    was disturbed every time takes the figure of the next.
     """
     tables = {}
     for tier in tiers:
-        ms = [min(run(tier, size) for _ in range(6)) for size in sizes]
+        rounds = [[run(tier, size) for size in sizes] for _ in range(6)]
+        ms = [min(tried) for tried in zip(*rounds, strict=True)]
         for i in range(len(ms) - 2, -1, -1):
             ms[i] = min(ms[i], ms[i + 1])
         tables[tier] = CostTable(tuple(sizes), tuple(ms))

@@ -27,7 +27,7 @@ CONTEXT = 128
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A decoder's sizes (Qwen2.5: biased qkv, tied head)."""
+    """A decoder's sizes (Qwen2.5: biased qkv, tied head) and the bits of its weights in the default pair."""
 
     layers: int
     hidden: int
@@ -36,10 +36,11 @@ class Sizes:
     kv_heads: int
     head_dim: int
     vocab: int = 151936
+    bits: kernels.Bits = 8
 
 
 SHAPES = {
-    "0.5B": Sizes(24, 896, 4864, 14, 2, 64),
+    "0.5B": Sizes(24, 896, 4864, 14, 2, 64, bits=4),
     "1.5B": Sizes(28, 1536, 8960, 12, 2, 128),
 }
 
@@ -67,7 +68,7 @@ def random_decoder(sizes: Sizes, seed: int = 0, dtype: torch.dtype = torch.float
     generator = torch.Generator().manual_seed(seed)
 
     def packed(n: int, k: int) -> kernels.Packed:
-        return kernels.quantize_weight(torch.randn(n, k, generator=generator) * k**-0.5)
+        return kernels.quantize_weight(torch.randn(n, k, generator=generator) * k**-0.5, sizes.bits)
 
     def layer() -> kernels.LayerWeights:
         width = sizes.heads * sizes.head_dim
@@ -123,8 +124,8 @@ def best_ms(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str
 
 
 def arithmetic(path: str, n: int = 4096, k: int = 1536) -> dict[str, float | None]:
-    """GMAC/s of all threads: the path's dot-product instruction with operands in registers (None where it
-    has none of its own), and `int8_linear` with 64 rows and a weight that stays in the caches.
+    """GMAC/s of all threads: the path's dot-product instructions with sums in registers (None for plain C++,
+    which has none), and `int8_linear` with 64 rows and a weight that stays in the caches.
     """
     kernels.use_path(path)
     packed = kernels.quantize_weight(torch.randn(n, k))
@@ -156,7 +157,7 @@ def alternatives_ms(sizes: Sizes, rows: int) -> dict[str, float]:
     copies = 6
     plain = [torch.randn(n, k) for n, k in shapes * copies]
     bf16 = [w.bfloat16() for w in plain]
-    packed = [kernels.quantize_weight(w) for w in bf16]
+    packed = [kernels.quantize_weight(w, sizes.bits) for w in bf16]
     torch_int8 = [
         torch.ops.quantized.linear_prepack(
             torch.quantize_per_channel(

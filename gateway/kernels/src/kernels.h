@@ -16,7 +16,7 @@ constexpr int64_t kItem = 64;    // outputs of one unit of work; N is padded to 
 // What the codes of 4-bit weights stand for: Lloyd-Max levels of trained weights over their group's largest one, whose
 // scale has its sign. Such values are near-normal, so levels lie closer around zero; integers, so that unpacking is exact.
 constexpr int64_t kLevels = 16;
-constexpr int8_t kLevel[kLevels] = {-112, -83, -63, -47, -33, -20, -9, 0, 8, 17, 28, 40, 54, 71, 93, 127};
+alignas(16) constexpr int8_t kLevel[kLevels] = {-112, -83, -63, -47, -33, -20, -9, 0, 8, 17, 28, 40, 54, 71, 93, 127};
 
 // y = x W^T + bias. weight: of 8 bits [N/16, K/4, 16, 4] bytes, each w + 128 (the unsigned side of the
 // dot-product instructions), of 4 bits [N/16, K/8, 16, 4], each two codes (weights4.h); scale: [N/16, K/128, 16]

@@ -28,10 +28,6 @@ INLINE void put(const Linear& w, const Output& y, int64_t row, int64_t block, v1
   }
 }
 
-INLINE const uint8_t* weights_of(const Linear& w, int64_t block) {
-  return w.weight + block * w.groups * kGroup * kBlock;
-}
-
 INLINE v16 scales_of(const Linear& w, int64_t block, int64_t g) {
   return from_bf16(w.scale + (block * w.groups + g) * kBlock);
 }
@@ -223,20 +219,30 @@ struct Spread {
   int64_t stride;
 };
 
-constexpr int64_t kGroupBytes = kGroup * kBlock;  // of one block
-
-// What a product needs of a weight's format; weights4.h has the other one.
-struct Int8 {
-  INLINE Spread group(const Linear& w, int64_t block, int64_t g, uint8_t*) {
-    return {weights_of(w, block) + g * kGroupBytes, w.groups * kGroupBytes};
-  }
-};
+template <class Format>
+INLINE Spread group_of(const Linear& w, int64_t block, int64_t g) {
+  return {w.weight + (block * w.groups + g) * Format::kBytes, w.groups * Format::kBytes};
+}
 
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// What a product needs of a weight's format; weights4.h has the other one.
+struct Int8 {
+  static constexpr int64_t kBytes = kGroup * kBlock;  // of one block's group
+  static constexpr int64_t kInputs = 4;               // of a line of 64 bytes
+
+  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t*) { return group_of<Int8>(w, block, g); }
+
+  // Half a line, eight outputs: quad by quad, with the number of its first input.
+  template <class Dot>
+  INLINE void each_quad(const uint8_t* half, Dot dot) {
+    dot(_mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)), _mm256_set1_epi8(-128)), 0);
+  }
+};
 
 // M rows by H halves of a block, eight outputs each: as many sums as the registers hold beside operands.
 constexpr int halves_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1; }
@@ -258,34 +264,35 @@ INLINE void dot4(__m256i& acc, __m256i w, __m256i magnitude, const int8_t* x, __
 }
 
 // One group of H halves for M rows; the next group is prefetched meanwhile.
-template <int M, int H>
+template <class Format, int M, int H>
 INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m256i dot[M][H]) {
-  const __m256i ones = _mm256_set1_epi16(1), offset = _mm256_set1_epi8(-128);
+  const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) dot[m][h] = _mm256_setzero_si256();
-  for (int64_t k = 0; k < kGroup; k += 4, wp += 64, xp += 4) {
+  for (int64_t k = 0; k < kGroup; k += Format::kInputs, wp += 64, xp += Format::kInputs) {
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {
       const uint8_t* from = half_of(wp, stride, h);
-      if (h % 2 == 0) prefetch(from + kGroup * kBlock);
-      const __m256i w = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), offset);
-      const __m256i magnitude = _mm256_abs_epi8(w);
+      if (h % 2 == 0) prefetch(from + Format::kBytes);
+      Format::each_quad(from, [&](__m256i w, int64_t first) {
+        const __m256i magnitude = _mm256_abs_epi8(w);
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) dot4(dot[m][h], w, magnitude, xp + m * kGroup, ones);
+        for (int m = 0; m < M; ++m) dot4(dot[m][h], w, magnitude, xp + m * kGroup + first, ones);
+      });
     }
   }
 }
 
 // One group of M rows and the four blocks of a unit, on top of `total`.
-template <int M>
+template <class Format, int M>
 void avx2_group(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, Totals total) {
   constexpr int H = halves_for(M);
   const int64_t at = g * x.padded + row;
   for (int first = 0; first < kItem / 8; first += H) {
     __m256i dot[M][H];
-    dot_group<M, H>(half_of(weights.first, weights.stride, first), weights.stride, x.q + at * kGroup, dot);
+    dot_group<Format, M, H>(half_of(weights.first, weights.stride, first), weights.stride, x.q + at * kGroup, dot);
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {
       const int half = first + h;
@@ -303,17 +310,38 @@ void avx2_group(const Linear& w, const Activations& x, Spread weights, int64_t b
 }
 
 constexpr int kGroupRows = 8;
+constexpr int kUnpackingRows = 4;
 
 // One group of up to kGroupRows rows.
+template <class Format>
 INLINE void add_rows(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, int64_t rows,
                      Totals total) {
   using Group = void (*)(const Linear&, const Activations&, Spread, int64_t, int64_t, int64_t, Totals);
-  static constexpr Group groups[kGroupRows] = {avx2_group<1>, avx2_group<2>, avx2_group<3>, avx2_group<4>,
-                                               avx2_group<5>, avx2_group<6>, avx2_group<7>, avx2_group<8>};
+  static constexpr Group groups[kGroupRows] = {avx2_group<Format, 1>, avx2_group<Format, 2>, avx2_group<Format, 3>,
+                                               avx2_group<Format, 4>, avx2_group<Format, 5>, avx2_group<Format, 6>,
+                                               avx2_group<Format, 7>, avx2_group<Format, 8>};
   groups[rows - 1](w, x, weights, block, g, row, total);
 }
 
+// One group of all rows. For few of them weights are unpacked in registers, between the products, so that memory is
+// never idle; for more, which arithmetic bounds, once into the first cache.
+template <class Format>
+INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t first, int64_t rows,
+                         Totals total, uint8_t* room) {
+  if (rows <= kUnpackingRows) return add_rows<Format>(w, x, group_of<Format>(w, block, g), block, g, first, rows, total);
+  const Spread weights = Format::unpacked(w, block, g, room);
+  for (int64_t row = 0; row < rows; row += kGroupRows)
+    add_rows<Int8>(w, x, weights, block, g, first + row, rows - row < kGroupRows ? rows - row : kGroupRows, total + row);
+}
+
 #elif !defined(__AVX512VNNI__)
+
+// What a product needs of a weight's format; weights4.h has the other one.
+struct Int8 {
+  static constexpr int64_t kBytes = kGroup * kBlock;  // of one block's group
+
+  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t*) { return group_of<Int8>(w, block, g); }
+};
 
 constexpr int kPart = 16;
 constexpr int kParts = 64 / kPart;  // of a block's sixteen outputs, each as wide as a register
@@ -347,12 +375,16 @@ void plain_group(const Linear& w, const Activations& x, const uint8_t* wp, int64
   }
 }
 
-constexpr int kGroupRows = 2;
-
-INLINE void add_rows(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, int64_t rows,
-                     Totals total) {
-  for (int64_t b = 0; b < kItem / kBlock; ++b)
-    (rows == 2 ? plain_group<2> : plain_group<1>)(w, x, weights.first + b * weights.stride, block + b, g, row, total);
+// One group of all rows, unpacked once into the first cache.
+template <class Format>
+INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t first, int64_t rows,
+                         Totals total, uint8_t* room) {
+  const Spread weights = Format::unpacked(w, block, g, room);
+  for (int64_t row = 0; row < rows; row += 2)
+    for (int64_t b = 0; b < kItem / kBlock; ++b) {
+      const auto add = rows - row < 2 ? plain_group<1> : plain_group<2>;
+      add(w, x, weights.first + b * weights.stride, block + b, g, first + row, total + row);
+    }
 }
 
 #endif
@@ -365,14 +397,10 @@ void item_by_groups(const Linear& w, const Activations& x, int64_t block, const 
   constexpr int64_t kMost = 64;
   for (int64_t first = 0; first < x.rows; first += kMost) {
     const int64_t rows = x.rows - first < kMost ? x.rows - first : kMost;
-    alignas(64) uint8_t room[kGroupBytes * kItem / kBlock];
+    alignas(64) uint8_t room[kGroup * kItem];
     alignas(64) float total[kMost][kItem];
     std::memset(total, 0, rows * sizeof total[0]);
-    for (int64_t g = 0; g < w.groups; ++g) {
-      const Spread weights = Format::group(w, block, g, room);
-      for (int64_t row = 0; row < rows; row += kGroupRows)
-        add_rows(w, x, weights, block, g, first + row, rows - row < kGroupRows ? rows - row : kGroupRows, total + row);
-    }
+    for (int64_t g = 0; g < w.groups; ++g) add_all_rows<Format>(w, x, block, g, first, rows, total, room);
     for (int64_t row = 0; row < rows; ++row)
       for (int b = 0; b < kItem / kBlock; ++b) put(w, y, first + row, block + b, load(total[row] + b * kBlock));
   }

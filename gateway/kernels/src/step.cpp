@@ -366,7 +366,7 @@ int64_t read(Worker me, const uint8_t* bytes, int64_t count) {
   return sum(seen[0] ^ seen[1] ^ seen[2] ^ seen[3]);
 }
 
-// The instruction's own rate, operands in registers: the arithmetic roof that bench divides by.
+// The rate of the dot product's own instructions, sums in registers: the arithmetic roof that bench divides by.
 double peak(bool amx, int64_t repeats) {
 #if defined(__AMX_INT8__)
   if (amx) {
@@ -379,8 +379,8 @@ double peak(bool amx, int64_t repeats) {
     return 4.0 * 16 * 16 * 64 * static_cast<double>(repeats);
   }
 #endif
-#if defined(__AVX512VNNI__)
   (void)amx;
+#if defined(__AVX512VNNI__)
   v16i acc[16] = {};
   const __m512i w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(1);
   for (int64_t i = 0; i < repeats; ++i)
@@ -391,8 +391,19 @@ double peak(bool amx, int64_t repeats) {
   volatile int32_t keep = acc[0][0];
   (void)keep;
   return 16.0 * 64 * static_cast<double>(repeats);
+#elif defined(__AVX2__)
+  __m256i acc[8] = {};
+  const __m256i w = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
+  alignas(4) const int8_t x[4] = {1, 1, 1, 1};
+  for (int64_t i = 0; i < repeats; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) dot4(acc[j], w, w, x, ones);
+#pragma GCC unroll 8
+  for (int j = 1; j < 8; ++j) acc[0] = _mm256_add_epi32(acc[0], acc[j]);
+  volatile int32_t keep = _mm256_extract_epi32(acc[0], 0);
+  (void)keep;
+  return 8.0 * 32 * static_cast<double>(repeats);
 #else
-  (void)amx;
   (void)repeats;
   return 0.0;
 #endif

@@ -109,18 +109,34 @@ struct Int4 {
 
 #if !defined(__AVX512VNNI__)
 
-// What a product needs of a weight's format: a group is unpacked where the first cache holds it.
+// What a product needs of a weight's format.
 struct Int4 {
-  INLINE Spread group(const Linear& w, int64_t block, int64_t g, uint8_t* room) {
+  static constexpr int64_t kBytes = kGroupBytes4;
+
+  // A group unpacked where the first cache holds it.
+  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t* room) {
+    const Spread packed = group_of<Int4>(w, block, g);
     for (int64_t b = 0; b < kItem / kBlock; ++b) {
-      const uint8_t* from = w.weight + ((block + b) * w.groups + g) * kGroupBytes4;
-      for (int64_t i = 0; i < kGroupBytes4; i += 64) {
-        __builtin_prefetch(from + i + kGroupBytes4);
-        unpack(from + i, room + b * kGroupBytes + 2 * i);
+      const uint8_t* from = packed.first + b * packed.stride;
+      for (int64_t i = 0; i < kBytes; i += 64) {
+        __builtin_prefetch(from + i + kBytes);
+        unpack(from + i, room + b * Int8::kBytes + 2 * i);
       }
     }
-    return {room, kGroupBytes};
+    return {room, Int8::kBytes};
   }
+
+#if defined(__AVX2__)
+  static constexpr int64_t kInputs = 8;  // of a line
+
+  template <class Dot>
+  INLINE void each_quad(const uint8_t* half, Dot dot) {
+    const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kLevel)));
+    const __m256i nibble = _mm256_set1_epi8(15), codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half));
+    dot(_mm256_shuffle_epi8(levels, _mm256_and_si256(codes, nibble)), 0);
+    dot(_mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble)), 4);
+  }
+#endif
 };
 
 #endif
