@@ -87,6 +87,7 @@ struct alignas(64) Phase {
   std::atomic<int64_t> next{0};
   std::atomic<int> done{0};
   int64_t take();
+  int64_t coming() const { return next.load(std::memory_order_relaxed); }  // likely this thread's next unit
   void finish(int64_t units, int64_t count);  // returns once all `count` are done
 };
 

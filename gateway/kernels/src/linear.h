@@ -213,15 +213,21 @@ constexpr int64_t kAmxRows = 13;  // fewer rows are bound by memory either way
 
 using Totals = float (*)[kItem];
 
-// One group of a unit's four blocks: bytes `stride` apart.
+// One group of a unit's four blocks, bytes `stride` apart; `ahead` of each lie the bytes to be read next.
 struct Spread {
   const uint8_t* first;
-  int64_t stride;
+  int64_t stride, ahead;
+};
+
+// Where a thread is in a weight: a group of the unit that starts at `block`, and how many groups further on in memory
+// it goes on, with the next group or with the first of its next unit.
+struct Place {
+  int64_t block, g, next;
 };
 
 template <class Format>
-INLINE Spread group_of(const Linear& w, int64_t block, int64_t g) {
-  return {w.weight + (block * w.groups + g) * Format::kBytes, w.groups * Format::kBytes};
+INLINE Spread group_of(const Linear& w, const Place& at) {
+  return {w.weight + (at.block * w.groups + at.g) * Format::kBytes, w.groups * Format::kBytes, at.next * Format::kBytes};
 }
 
 #endif
@@ -235,7 +241,7 @@ struct Int8 {
   static constexpr int64_t kBytes = kGroup * kBlock;  // of one block's group
   static constexpr int64_t kInputs = 4;               // of a line of 64 bytes
 
-  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t*) { return group_of<Int8>(w, block, g); }
+  INLINE Spread unpacked(const Linear& w, const Place& at, uint8_t*) { return group_of<Int8>(w, at); }
 
   // Half a line, eight outputs: quad by quad, with the number of its first input.
   template <class Dot>
@@ -263,9 +269,9 @@ INLINE void dot4(__m256i& acc, __m256i w, __m256i magnitude, const int8_t* x, __
       : [x] "m"(*reinterpret_cast<const int32_t*>(x)), [w] "x"(w), [magnitude] "x"(magnitude), [ones] "x"(ones));
 }
 
-// One group of H halves for M rows; the next group is prefetched meanwhile.
+// One group of H halves for M rows; what comes next is prefetched meanwhile.
 template <class Format, int M, int H>
-INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m256i dot[M][H]) {
+INLINE void dot_group(const uint8_t* wp, int64_t stride, int64_t ahead, const int8_t* xp, __m256i dot[M][H]) {
   const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -275,7 +281,7 @@ INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m25
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {
       const uint8_t* from = half_of(wp, stride, h);
-      if (h % 2 == 0) prefetch(from + Format::kBytes);
+      if (h % 2 == 0) prefetch(from + ahead);
       Format::each_quad(from, [&](__m256i w, int64_t first) {
         const __m256i magnitude = _mm256_abs_epi8(w);
 #pragma GCC unroll 8
@@ -287,16 +293,18 @@ INLINE void dot_group(const uint8_t* wp, int64_t stride, const int8_t* xp, __m25
 
 // One group of M rows and the four blocks of a unit, on top of `total`.
 template <class Format, int M>
-void avx2_group(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, Totals total) {
+void avx2_group(const Linear& w, const Activations& x, const Spread& weights, const Place& place, int64_t row, Totals total) {
   constexpr int H = halves_for(M);
-  const int64_t at = g * x.padded + row;
+  const int64_t at = place.g * x.padded + row;
   for (int first = 0; first < kItem / 8; first += H) {
     __m256i dot[M][H];
-    dot_group<Format, M, H>(half_of(weights.first, weights.stride, first), weights.stride, x.q + at * kGroup, dot);
+    const uint8_t* wp = half_of(weights.first, weights.stride, first);
+    dot_group<Format, M, H>(wp, weights.stride, weights.ahead, x.q + at * kGroup, dot);
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {
       const int half = first + h;
-      const uint16_t* scales = w.scale + ((block + half / 2) * w.groups + g) * kBlock + half % 2 * 8;
+      const uint16_t* scales = w.scale + ((place.block + half / 2) * w.groups + place.g) * kBlock + half % 2 * 8;
+      prefetch(reinterpret_cast<const uint8_t*>(scales + place.next * kBlock));
       const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
       const __m256 ws = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 #pragma GCC unroll 8
@@ -314,24 +322,24 @@ constexpr int kUnpackingRows = 4;
 
 // One group of up to kGroupRows rows.
 template <class Format>
-INLINE void add_rows(const Linear& w, const Activations& x, Spread weights, int64_t block, int64_t g, int64_t row, int64_t rows,
+INLINE void add_rows(const Linear& w, const Activations& x, const Spread& weights, const Place& at, int64_t row, int64_t rows,
                      Totals total) {
-  using Group = void (*)(const Linear&, const Activations&, Spread, int64_t, int64_t, int64_t, Totals);
+  using Group = void (*)(const Linear&, const Activations&, const Spread&, const Place&, int64_t, Totals);
   static constexpr Group groups[kGroupRows] = {avx2_group<Format, 1>, avx2_group<Format, 2>, avx2_group<Format, 3>,
                                                avx2_group<Format, 4>, avx2_group<Format, 5>, avx2_group<Format, 6>,
                                                avx2_group<Format, 7>, avx2_group<Format, 8>};
-  groups[rows - 1](w, x, weights, block, g, row, total);
+  groups[rows - 1](w, x, weights, at, row, total);
 }
 
 // One group of all rows. For few of them weights are unpacked in registers, between the products, so that memory is
 // never idle; for more, which arithmetic bounds, once into the first cache.
 template <class Format>
-INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t first, int64_t rows,
-                         Totals total, uint8_t* room) {
-  if (rows <= kUnpackingRows) return add_rows<Format>(w, x, group_of<Format>(w, block, g), block, g, first, rows, total);
-  const Spread weights = Format::unpacked(w, block, g, room);
+INLINE void add_all_rows(const Linear& w, const Activations& x, const Place& at, int64_t first, int64_t rows, Totals total,
+                         uint8_t* room) {
+  if (rows <= kUnpackingRows) return add_rows<Format>(w, x, group_of<Format>(w, at), at, first, rows, total);
+  const Spread weights = Format::unpacked(w, at, room);
   for (int64_t row = 0; row < rows; row += kGroupRows)
-    add_rows<Int8>(w, x, weights, block, g, first + row, rows - row < kGroupRows ? rows - row : kGroupRows, total + row);
+    add_rows<Int8>(w, x, weights, at, first + row, rows - row < kGroupRows ? rows - row : kGroupRows, total + row);
 }
 
 #elif !defined(__AVX512VNNI__)
@@ -340,7 +348,7 @@ INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, i
 struct Int8 {
   static constexpr int64_t kBytes = kGroup * kBlock;  // of one block's group
 
-  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t*) { return group_of<Int8>(w, block, g); }
+  INLINE Spread unpacked(const Linear& w, const Place& at, uint8_t*) { return group_of<Int8>(w, at); }
 };
 
 constexpr int kPart = 16;
@@ -377,13 +385,13 @@ void plain_group(const Linear& w, const Activations& x, const uint8_t* wp, int64
 
 // One group of all rows, unpacked once into the first cache.
 template <class Format>
-INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, int64_t g, int64_t first, int64_t rows,
-                         Totals total, uint8_t* room) {
-  const Spread weights = Format::unpacked(w, block, g, room);
+INLINE void add_all_rows(const Linear& w, const Activations& x, const Place& at, int64_t first, int64_t rows, Totals total,
+                         uint8_t* room) {
+  const Spread weights = Format::unpacked(w, at, room);
   for (int64_t row = 0; row < rows; row += 2)
     for (int64_t b = 0; b < kItem / kBlock; ++b) {
       const auto add = rows - row < 2 ? plain_group<1> : plain_group<2>;
-      add(w, x, weights.first + b * weights.stride, block + b, g, first + row, total + row);
+      add(w, x, weights.first + b * weights.stride, at.block + b, at.g, first + row, total + row);
     }
 }
 
@@ -393,14 +401,22 @@ INLINE void add_all_rows(const Linear& w, const Activations& x, int64_t block, i
 
 // The four blocks of a unit, group by group: the weights and activations of one stay in the first cache for all rows.
 template <class Format>
-void item_by_groups(const Linear& w, const Activations& x, int64_t block, const Output& y) {
+void item_by_groups(const Linear& w, const Activations& x, int64_t block, const Phase& phase, const Output& y) {
   constexpr int64_t kMost = 64;
+  const int64_t end = (w.n + kItem - 1) / kItem * (kItem / kBlock);
   for (int64_t first = 0; first < x.rows; first += kMost) {
     const int64_t rows = x.rows - first < kMost ? x.rows - first : kMost;
     alignas(64) uint8_t room[kGroup * kItem];
     alignas(64) float total[kMost][kItem];
     std::memset(total, 0, rows * sizeof total[0]);
-    for (int64_t g = 0; g < w.groups; ++g) add_all_rows<Format>(w, x, block, g, first, rows, total, room);
+    for (int64_t g = 0; g < w.groups; ++g) {
+      Place at{block, g, 1};
+      if (g + 1 == w.groups) {
+        const int64_t coming = phase.coming() * (kItem / kBlock);
+        at.next = coming < end ? (coming - block) * w.groups - g : 0;
+      }
+      add_all_rows<Format>(w, x, at, first, rows, total, room);
+    }
     for (int64_t row = 0; row < rows; ++row)
       for (int b = 0; b < kItem / kBlock; ++b) put(w, y, first + row, block + b, load(total[row] + b * kBlock));
   }
@@ -409,16 +425,17 @@ void item_by_groups(const Linear& w, const Activations& x, int64_t block, const 
 #endif
 
 template <class Format>
-INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, const Output& y, bool amx) {
+INLINE void linear_item(const Linear& w, const Activations& x, int64_t item, const Phase& phase, const Output& y, bool amx) {
   const int64_t block = item * (kItem / kBlock);
 #if defined(__AMX_INT8__)
   if (amx && x.rows >= kAmxRows) return amx_item<Format>(w, x, block, y);
 #endif
   (void)amx;
 #if defined(__AVX512VNNI__)
+  (void)phase;
   vnni_item<Format>(w, x, block, y);
 #else
-  item_by_groups<Format>(w, x, block, y);
+  item_by_groups<Format>(w, x, block, phase, y);
 #endif
 }
 

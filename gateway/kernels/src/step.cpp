@@ -211,7 +211,8 @@ void attention(Worker& me, const Model& m, const Pass& p, int64_t layer, const f
 }
 
 void project(Worker& me, const Linear& w, const Activations& x, Output y, bool amx) {
-  each(me, items(w), [&](int64_t i) { any_item(w, x, i, y, amx); });
+  const Phase& phase = *me.phase;
+  each(me, items(w), [&](int64_t i) { any_item(w, x, i, phase, y, amx); });
 }
 
 Activations shaped(const Activations& x, int64_t rows, const Linear& w) {

@@ -114,16 +114,16 @@ struct Int4 {
   static constexpr int64_t kBytes = kGroupBytes4;
 
   // A group unpacked where the first cache holds it.
-  INLINE Spread unpacked(const Linear& w, int64_t block, int64_t g, uint8_t* room) {
-    const Spread packed = group_of<Int4>(w, block, g);
+  INLINE Spread unpacked(const Linear& w, const Place& at, uint8_t* room) {
+    const Spread packed = group_of<Int4>(w, at);
     for (int64_t b = 0; b < kItem / kBlock; ++b) {
       const uint8_t* from = packed.first + b * packed.stride;
       for (int64_t i = 0; i < kBytes; i += 64) {
-        __builtin_prefetch(from + i + kBytes);
+        __builtin_prefetch(from + i + packed.ahead);
         unpack(from + i, room + b * Int8::kBytes + 2 * i);
       }
     }
-    return {room, Int8::kBytes};
+    return {room, Int8::kBytes, 0};
   }
 
 #if defined(__AVX2__)
@@ -141,10 +141,10 @@ struct Int4 {
 
 #endif
 
-// One unit of work of a weight in either format.
-INLINE void any_item(const Linear& w, const Activations& x, int64_t item, const Output& y, bool amx) {
-  if (w.bits == 8) return linear_item<Int8>(w, x, item, y, amx);
-  linear_item<Int4>(w, x, item, y, amx);
+// One unit of work of a weight in either format; phase: whose unit it is.
+INLINE void any_item(const Linear& w, const Activations& x, int64_t item, const Phase& phase, const Output& y, bool amx) {
+  if (w.bits == 8) return linear_item<Int8>(w, x, item, phase, y, amx);
+  linear_item<Int4>(w, x, item, phase, y, amx);
 }
 
 struct Coded {
