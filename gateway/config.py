@@ -167,13 +167,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     ride_along: Annotated[
-        bool,
+        bool | None,
         Meta(
             description="the large model also reads the token at which the small one deferred: where it "
             "would have written that itself, the same pass gives one token more of its own; faster, and "
-            "more of the tokens are the large model's"
+            "more of the tokens are the large model's; by default while that pays by the measured costs, so "
+            "not without `adapt`"
         ),
-    ] = False
+    ] = None
     prefix_slots: Annotated[
         Annotated[int, Meta(ge=0)],
         Meta(description="finished rows whose keys and values are kept for prompts that begin alike"),

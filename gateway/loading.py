@@ -109,20 +109,21 @@ class EngineOptions(TypedDict, total=False):
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
-    load = load_pair if config.remote.engine is None else load_small
-    loaded = load(config, timed=_adapts(config))
+    read = load_pair if config.remote.engine is None else load_small
+    loaded = read(config, timed=_adapts(config))
     check_calibrated(config, loaded.served)
     check_probes(config, loaded.models[Tier.SMALL].hidden_size)
     engine = config.engine
+    load = loaded.load(ride_along=engine.ride_along is not False)
     worker = Worker(
         loaded.engine(
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
             engine.max_rows,
             engine.max_model_len,
-            load=loaded.load(ride_along=engine.ride_along),
+            load=load,
             degrades=config.remote.on_large_failure == "degrade",
             draft_ahead=config.remote.draft_ahead,
-            ride_along=engine.ride_along,
+            ride_along=rides_along(engine.ride_along, load),
             answers=_answers(config, loaded.tokenizer),
             prefixes=PrefixCache(engine.prefix_slots),
         ),
@@ -132,6 +133,11 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     )
     worker.start()
     return worker
+
+
+def rides_along(asked: bool | None, load: Load | None) -> bool:
+    """Whether deferred tokens ride along: as asked, else where something tells when that pays."""
+    return load is not None if asked is None else asked
 
 
 def load_pair(config: Config, *, timed: bool) -> Loaded:

@@ -10,6 +10,7 @@ from fakes import Answer, Logits, ask_for, decode_one, fake_engine, near, noise_
 
 from gateway.core import Accept, Mode, Outcome, Reason, Tier
 from gateway.load import CostTable, Load
+from gateway.loading import rides_along
 from gateway.policy import Policy
 from gateway.recorded import COLUMNS
 from gateway.replay import replay
@@ -107,6 +108,18 @@ def test_what_rode_replays_and_asks_what_if_without_a_flip(accept: Accept, thres
         assert decision["reason"] is not None or before["reason"] == "low_confidence"
     assert {i for i in undecided if kept.decisions[i]["action"] == "keep"} <= set(kept.flips)
     assert set(kept.flips) & set(undecided)
+
+
+@pytest.mark.parametrize(
+    ("asked", "costs", "rides"),
+    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
+)
+def test_by_default_it_rides_where_costs_tell_when_that_pays(
+    asked: bool | None, costs: bool, rides: bool
+) -> None:
+    flat = CostTable((1, 8), (10.0, 10.0))
+    load = Load({Tier.SMALL: flat, Tier.LARGE: flat}) if costs else None
+    assert rides_along(asked, load) is rides
 
 
 def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() -> None:

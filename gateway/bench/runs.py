@@ -11,8 +11,9 @@ from gateway.bench.taped import recording
 from gateway.config import EngineConfig
 from gateway.core import Mode, Sampling, Tick, Tier
 from gateway.load import Load
-from gateway.loading import Loaded
+from gateway.loading import Loaded, rides_along
 from gateway.policy import Policy
+from gateway.prefix import PrefixCache
 from gateway.request import Request
 from gateway.scheduler import Scheduler
 
@@ -64,9 +65,10 @@ class Measured:
 
 
 class Bench:
-    """Runs settings over one loaded pair; a new engine each time, so that nothing is remembered."""
+    """Runs settings over one loaded pair, as the gateway would but for earlier answers; a new engine each time,
+    so that a run finds nothing of another. ride_along: None: as the gateway's default."""
 
-    def __init__(self, loaded: Loaded, max_model_len: int, *, ride_along: bool = False) -> None:
+    def __init__(self, loaded: Loaded, max_model_len: int, *, ride_along: bool | None = None) -> None:
         self.loaded = loaded
         self.ride_along = ride_along
         self.max_model_len = max_model_len
@@ -98,13 +100,14 @@ class Bench:
         """All prompts to the end, num_rows at a time (by default all at once); on_tick sees every tick."""
         load = None
         if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
-            load = Load(self.loaded.costs, ride_along=self.ride_along)
+            load = Load(self.loaded.costs, ride_along=self.ride_along is not False)
         engine = self.loaded.engine(
             Scheduler(LARGE_WAIT_S, PREFILL_CHUNK),
             num_rows or len(prompts),
             self.max_model_len,
             load=load,
-            ride_along=self.ride_along,
+            ride_along=rides_along(self.ride_along, load),
+            prefixes=PrefixCache(EngineConfig().prefix_slots),
         )
         requests = self.requests(setting, prompts, max_tokens)
         with recording(self.loaded.served, requests) if setting.tape else nullcontext() as record:
