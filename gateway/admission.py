@@ -95,12 +95,11 @@ class Admission:
     def _reuse_prefix(self, row: Row) -> None:
         if row.request.prompt_logprobs:
             return
-        found = self.prefixes.find(row.request.scope, row.request.prompt_ids)
-        if found is None:
-            return
-        kept, num = found
         for name, tier in self.tiers.items():
+            found = self.prefixes.find(row.request.scope, row.request.prompt_ids, name)
+            if found is None:
+                continue
+            kept, num = found
             # The last prompt token is always read anew: its logits decide the first output token.
-            length = min(num, kept.seen[name], row.num_prompt - 1)
-            tier.copy_prefix(kept.blocks, row.blocks, length)
-            row.seen[name] = length
+            row.seen[name] = min(num, row.num_prompt - 1)
+            tier.copy_prefix(kept.blocks, row.blocks, row.seen[name])

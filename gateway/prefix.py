@@ -41,13 +41,14 @@ class PrefixCache:
         """Blocks that would be free without this cache."""
         return sum(len(kept.blocks) for kept in self._kept.values())
 
-    def find(self, scope: str, prompt: Sequence[int]) -> tuple[Kept, int] | None:
-        """The kept row of this scope that shares the longest beginning with the prompt, and its length."""
+    def find(self, scope: str, prompt: Sequence[int], tier: Tier) -> tuple[Kept, int] | None:
+        """The kept row of this scope of which the tier's cache holds the longest beginning of the prompt, and
+        its length."""
         best: tuple[Kept, int] | None = None
         # Of equally long ones the latest: a beginning that all have must not keep what nobody uses.
         for kept in reversed(self._kept.values()):
             if kept.scope == scope:
-                num = common_length(kept.tokens, prompt)
+                num = min(common_length(kept.tokens, prompt), kept.seen[tier])
                 if num >= LEAST_TOKENS and (best is None or num > best[1]):
                     best = kept, num
         if best is not None:
@@ -58,12 +59,7 @@ class PrefixCache:
         """Keep a finished row; returns the blocks to release for it: another's, or its own."""
         if self.most < 1 or len(kept.tokens) < LEAST_TOKENS:
             return [kept.blocks]
-        # A row whose whole text is the beginning of this one can serve no request that this one cannot.
-        covered = [
-            k.blocks
-            for k in self._kept.values()
-            if k.scope == kept.scope and kept.tokens[: len(k.tokens)] == k.tokens
-        ]
+        covered = [k.blocks for k in self._kept.values() if _covers(kept, k)]
         released = [self._kept.pop(blocks).blocks for blocks in covered]
         self._kept[kept.blocks] = kept
         while len(self._kept) > self.most:
@@ -73,6 +69,15 @@ class PrefixCache:
     def evict(self) -> tuple[int, ...]:
         """Forget the row used longest ago; returns its blocks. Raises KeyError when empty."""
         return self._kept.popitem(last=False)[1].blocks
+
+
+def _covers(kept: Kept, other: Kept) -> bool:
+    """Whether the other row, the beginning of this one, can serve no request that this one cannot."""
+    return (
+        other.scope == kept.scope
+        and kept.tokens[: len(other.tokens)] == other.tokens
+        and all(kept.seen[tier] >= seen for tier, seen in other.seen.items())
+    )
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

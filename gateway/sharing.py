@@ -3,7 +3,7 @@
 Only the prompt is shared: drafts and guesses may be rolled back, a prompt is not. Where a row of the same
 scope (API key) is about to read what is common at the same tier, the others wait for it there. Of such rows
 the one that has read most goes on, of equals the one that came first, so the order is strict: two never wait
-for each other, and the foremost waits for none. A row that is gone is waited for no longer.
+for each other, and the foremost waits for none. A row that is gone leaves what it had read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from gateway.core import Tier
 from gateway.load import CostTable
 from gateway.prefix import LEAST_TOKENS, common_length
 from gateway.row import Row
+from gateway.scheduler import SHORT_FEED
 from gateway.tier import Scorer
 
 
@@ -52,10 +53,12 @@ class Sharing:
             self._waits(row, tier)
 
     def leave(self, row: Row) -> None:
-        """A row is gone, and its blocks with it."""
+        """A row goes, and its blocks with it: what it has read of others' prompts they have from now on."""
         del self._rows[id(row)]
-        for key in self._kin.pop(id(row)):
+        for key, kin in self._kin.pop(id(row)).items():
             del self._kin[key][id(row)]
+            for tier in self.tiers:
+                self._copy(row, kin.row, tier, min(kin.num, row.seen[tier]))
 
     def ready(self, rows: Sequence[Row]) -> list[Row]:
         """Those of the rows that do not wait for another; each has what others have read at its tier."""
@@ -75,17 +78,23 @@ class Sharing:
             num, ahead = min(kin.num, most), kin.row.seen[tier]
             if min(num, ahead) > read:
                 source, read = kin.row, min(num, ahead)
-            if not kin.row.reads(tier):
+            # What is short is read in the next pass; what is long may wait for others, and takes several.
+            if not kin.row.reads(tier) or (_is_long(kin.row, tier) and not _is_long(row, tier)):
                 continue
             alike += ahead < num
             if ahead > seen or (kin.first and ahead == seen):
                 promised = max(promised, num)
         if promised - read >= LEAST_TOKENS and self._pays(tier, promised - read, alike):
             return True
-        if read - seen >= LEAST_TOKENS:
-            self.tiers[tier].copy_prefix(source.blocks, row.blocks, read)
-            row.seen[tier] = read
+        self._copy(source, row, tier, read)
         return False
+
+    def _copy(self, source: Row, row: Row, tier: Tier, num: int) -> None:
+        """Give a row the first num tokens that another has read, where that is worth it."""
+        num = min(num, row.num_prompt - 1)
+        if num - row.seen[tier] >= LEAST_TOKENS and not row.request.prompt_logprobs:
+            self.tiers[tier].copy_prefix(source.blocks, row.blocks, num)
+            row.seen[tier] = num
 
     def _pays(self, tier: Tier, num: int, alike: int) -> bool:
         """Whether the time that `alike` others spend on reading `num` tokens along with one row is more than
@@ -94,3 +103,7 @@ class Sharing:
             return True
         cost = self.costs[tier]
         return cost((alike + 1) * num) - cost(num) > cost(1)
+
+
+def _is_long(row: Row, tier: Tier) -> bool:
+    return row.num_unseen(tier) > SHORT_FEED

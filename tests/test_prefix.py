@@ -18,7 +18,7 @@ def test_the_longest_common_beginning_is_found() -> None:
     cache = PrefixCache(4)
     cache.keep(kept("", [*SYSTEM, 1, 2, 3], 0))
     cache.keep(kept("", [*SYSTEM, 1, 5, 6], 1))
-    found = cache.find("", [*SYSTEM, 1, 2, 9])
+    found = cache.find("", [*SYSTEM, 1, 2, 9], Tier.LARGE)
     assert found is not None
     assert (found[0].blocks, found[1]) == ((0,), LEAST_TOKENS + 2)
 
@@ -26,14 +26,14 @@ def test_the_longest_common_beginning_is_found() -> None:
 def test_another_scope_finds_nothing() -> None:
     cache = PrefixCache(4)
     cache.keep(kept("a", SYSTEM, 0))
-    assert cache.find("b", SYSTEM) is None
+    assert cache.find("b", SYSTEM, Tier.LARGE) is None
 
 
 def test_short_beginnings_are_not_worth_it() -> None:
     cache = PrefixCache(4)
     assert cache.keep(kept("", SYSTEM[:-1], 0)) == [(0,)]
     cache.keep(kept("", SYSTEM, 1))
-    assert cache.find("", [*SYSTEM[:-1], 99]) is None
+    assert cache.find("", [*SYSTEM[:-1], 99], Tier.LARGE) is None
 
 
 def test_a_longer_row_replaces_its_own_beginning() -> None:
@@ -43,11 +43,23 @@ def test_a_longer_row_replaces_its_own_beginning() -> None:
     assert cache.keep(kept("other", [*SYSTEM, 1, 2], 2)) == []
 
 
+def test_each_tier_finds_the_row_that_it_has_read_most_of() -> None:
+    cache = PrefixCache(4)
+    cache.keep(kept("", [*SYSTEM, 1], 0))
+    cache.keep(Kept("", (*SYSTEM, 1, 2), (1,), {Tier.SMALL: 0, Tier.LARGE: LEAST_TOKENS + 2}))
+    prompt = [*SYSTEM, 1, 2, 3]
+    small, large = (cache.find("", prompt, tier) for tier in (Tier.SMALL, Tier.LARGE))
+    assert small is not None
+    assert large is not None
+    assert (small[0].blocks, small[1]) == ((0,), LEAST_TOKENS + 1)
+    assert (large[0].blocks, large[1]) == ((1,), LEAST_TOKENS + 2)
+
+
 def test_least_recently_used_goes_first() -> None:
     cache = PrefixCache(2)
     cache.keep(kept("", [*SYSTEM, 1], 0))
     cache.keep(kept("", [*SYSTEM, 2], 1))
-    cache.find("", [*SYSTEM, 1])
+    cache.find("", [*SYSTEM, 1], Tier.LARGE)
     assert cache.keep(kept("", [*SYSTEM, 3], 2)) == [(1,)]
 
 
@@ -55,7 +67,7 @@ def test_a_beginning_that_all_have_keeps_no_row_from_going() -> None:
     cache = PrefixCache(2)
     cache.keep(kept("", [*SYSTEM, 1], 0))
     cache.keep(kept("", [*SYSTEM, 2], 1))
-    found = cache.find("", [*SYSTEM, 9])
+    found = cache.find("", [*SYSTEM, 9], Tier.LARGE)
     assert found is not None
     assert found[0].blocks == (1,)
     assert cache.keep(kept("", [*SYSTEM, 3], 2)) == [(0,)]
@@ -77,7 +89,7 @@ def test_every_block_is_held_or_released_exactly_once(rows: list[tuple[str, int,
 def test_common_length_is_that_of_a_plain_loop(a: list[int], b: list[int]) -> None:
     cache = PrefixCache(1)
     cache.keep(kept("", [*SYSTEM, *a], 0))
-    found = cache.find("", [*SYSTEM, *b])
+    found = cache.find("", [*SYSTEM, *b], Tier.LARGE)
     plain = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert found is not None
     assert found[1] == LEAST_TOKENS + plain

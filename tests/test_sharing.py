@@ -142,7 +142,7 @@ def test_a_row_that_owes_views_of_its_prompt_reads_all_of_it_and_others_follow_i
 
 
 @pytest.mark.parametrize("kept", [0, 4])
-def test_a_leader_that_is_cancelled_leaves_its_followers_to_themselves(kept: int) -> None:
+def test_a_leader_that_is_cancelled_leaves_what_it_has_read(kept: int) -> None:
     requests = [ask_for(f"r{i}", [*LONG, *[i] * 50], policy=ALONE) for i in range(3)]
     e, got = engine(prefill_chunk=64, prefixes=PrefixCache(kept)), Gathered()
     for request in requests:
@@ -154,8 +154,18 @@ def test_a_leader_that_is_cancelled_leaves_its_followers_to_themselves(kept: int
         got.take(e.tick())
     expected = alone(requests)
     assert all(got[r.id, 0].tokens == expected[r.id, 0] for r in requests[1:])
-    # What the first had read is gone with it; the second leads the third.
-    assert num_prompt_fed(e, Tier.LARGE, 200) == 64 + 200 + 50
+    # The second goes on from there and leads the third.
+    assert num_prompt_fed(e, Tier.LARGE, 200) == 64 + 136 + 50
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """They share 40 tokens; the long one is read 64 tokens a pass, and the short one in the first of them."""
+    long, short = ask_for("long", LONG, policy=ALONE), ask_for("short", [*LONG[:40], 7, 7], policy=ALONE)
+    e = engine(prefill_chunk=64)
+    got = decode(e, [long, short])
+    assert alone([long, short]) == {key: answer.tokens for key, answer in got.items()}
+    fed = [[(feed.start, len(feed.tokens)) for feed in feeds] for feeds in model(e, Tier.LARGE).feeds]
+    assert sorted(fed[0]) == [(0, 42), (0, 64)]
 
 
 def test_a_leader_that_fails_takes_no_follower_with_it() -> None:

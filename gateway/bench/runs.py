@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from gateway.bench.taped import recording
 from gateway.config import EngineConfig
-from gateway.core import Mode, Sampling, Tick, Tier
+from gateway.core import Sampling, Tick, Tier
 from gateway.load import Load
 from gateway.loading import Loaded, rides_along
 from gateway.policy import Policy
@@ -35,7 +35,8 @@ class Setting:
 class Measured:
     """Tokens per second over the decoding phase and what the tape says of it.
 
-    seconds: from the first row's first token to the end, so that prefill is apart. ttft_ms: median over rows.
+    seconds: from when all rows that run at a time have a first token to the end, so that prefill is apart.
+    ttft_ms: median over rows.
     itl_p50_ms, itl_p99_ms: time between a row's releases divided by their tokens. agreement: share of tokens
     not written by the large model that are its own choice. host_share: share of the seconds outside the
     model passes, each of which lasts until its logits are read.
@@ -65,8 +66,8 @@ class Measured:
 
 
 class Bench:
-    """Runs settings over one loaded pair, as the gateway would but for earlier answers; a new engine each time,
-    so that a run finds nothing of another. ride_along: None: as the gateway's default."""
+    """Runs settings over one loaded pair, as the gateway would but for earlier answers; a new engine each
+    time, so that a run finds nothing of another. ride_along: None: as the gateway's default."""
 
     def __init__(self, loaded: Loaded, max_model_len: int, *, ride_along: bool | None = None) -> None:
         self.loaded = loaded
@@ -99,7 +100,7 @@ class Bench:
     ) -> Measured:
         """All prompts to the end, num_rows at a time (by default all at once); on_tick sees every tick."""
         load = None
-        if setting.adapt and setting.policy.mode is Mode.ROUTED and self.loaded.costs is not None:
+        if setting.adapt and self.loaded.costs is not None:
             load = Load(self.loaded.costs, ride_along=self.ride_along is not False)
         engine = self.loaded.engine(
             Scheduler(LARGE_WAIT_S, PREFILL_CHUNK),
@@ -114,7 +115,7 @@ class Bench:
             for request in requests:
                 engine.check(request)
                 engine.add(request)
-            gathered = _Gathered(time.perf_counter())
+            gathered = _Gathered(time.perf_counter(), min(num_rows or len(prompts), len(prompts)))
             while not engine.idle:
                 tick = engine.tick()
                 if record is not None:
@@ -125,8 +126,10 @@ class Bench:
 
 
 class _Gathered:
-    def __init__(self, began: float) -> None:
+    def __init__(self, began: float, num_rows: int) -> None:
         self.began = began
+        self.num_rows = num_rows
+        self.start: float | None = None
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.gaps: list[float] = []
@@ -143,29 +146,30 @@ class _Gathered:
         if tick.passed is not None:
             self.passes[tick.passed.tier] += 1
             self.adapted |= tick.passed.adapted
-            if self.first:
+            if self.start is not None:
                 self.pass_ms += tick.passed.ms
         for delta in tick.deltas:
             num = len(delta.steps)
             if delta.request_id in self.last and num:
                 self.gaps += [(now - self.last[delta.request_id]) * 1e3 / num] * num
-            if delta.request_id not in self.first:
-                self.early += num if not self.first else 0
-                self.first[delta.request_id] = now
+            self.early += num if self.start is None else 0
+            self.first.setdefault(delta.request_id, now)
             self.last[delta.request_id] = self.ended = now
             for step in delta.steps:
                 self.written[step.tier] += 1
             if delta.finished is not None:
                 self.drafted += delta.finished.counts.num_draft_tokens
                 self.accepted += delta.finished.counts.num_accepted_draft_tokens
+        if self.start is None and len(self.first) == self.num_rows:
+            self.start = now
         for step in (*tick.steps, *tick.restated):
             if step.written and step.tier is not Tier.LARGE and step.large_choice is not None:
                 self.labels[step.request_id, step.seq] = step.token_id == step.large_choice
 
     def measured(self) -> Measured:
         tokens = sum(self.written.values())
-        start = min(self.first.values())
-        seconds = self.ended - start
+        assert self.start is not None, "every row has a first token"
+        seconds = self.ended - self.start
         gaps = sorted(self.gaps)
         ttft = sorted((at - self.began) * 1e3 for at in self.first.values())
         return Measured(
