@@ -254,7 +254,7 @@ class LogsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
     queue_rows: Annotated[Positive, Meta(description="most rows waiting for the writer thread")] = 100_000
     flush_rows: Annotated[Positive, Meta(description="rows after which the writer commits")] = 1000
-    flush_s: Annotated[Seconds, Meta(description="time after which the writer commits")] = 0.25
+    flush_s: Annotated[Seconds, Meta(description="time after which the writer commits")] = 0.5
     capture: Annotated[
         Literal["full", "no_prompt", "signals"],
         Meta(

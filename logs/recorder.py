@@ -77,7 +77,7 @@ class Recorder:
         *,
         queue_rows: int = 100_000,
         flush_rows: int = 1000,
-        flush_s: float = 0.25,
+        flush_s: float = 0.5,
         capture: Capture = Capture.FULL,
         decode: Decode | None = None,
         redact: Redact | None = None,
