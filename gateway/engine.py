@@ -58,7 +58,8 @@ class Engine:
 
     distant: tiers elsewhere; a row's job goes out on its own, and meanwhile the small model drafts on
     (draft_ahead).
-    ride_along: what the small model says where it defers is read by the large model along with the drafts.
+    ride_along: what the small model says where it defers is read by the large model along with the drafts
+    (None: where load tells when that pays).
     guesses: so is what it says in advance where the large model writes anyway, in the protected prefix.
     degrades: when such a tier gives no answer, the small model writes on; else the request fails.
     load: caps drafts by what they are worth (None: drafts are never capped). answers: earlier answers to look
@@ -81,7 +82,7 @@ class Engine:
         distant: Mapping[Tier, Distant] | None = None,
         degrades: bool = False,
         draft_ahead: bool = True,
-        ride_along: bool = False,
+        ride_along: bool | None = False,
         guesses: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -105,7 +106,8 @@ class Engine:
         self.rows: list[Row] = []
         self.admission = Admission(self.tiers, tokenizer, pool, self.prefixes, max_model_len, self.distant)
         self.sharing = Sharing(self.tiers, None if load is None else load.costs)
-        self.rounds = Rounds(self.rows, load, answers, clock, ride_along=ride_along, guesses=guesses)
+        rides = load is not None if ride_along is None else ride_along
+        self.rounds = Rounds(self.rows, load, answers, clock, ride_along=rides, guesses=guesses)
         self.num_ticks = 0
         self.num_passes = 0
         self._full = False
@@ -191,10 +193,9 @@ class Engine:
                 self._break_off(row, FinishReason.ERROR, str(error), tick)
             return
         unread = [max(0, row.num_prompt - row.seen[plan.tier]) for row in plan.rows]
+        # All of them first: one that ends leaves the others what they have not read.
         for row, num in zip(plan.rows, plan.num_tokens, strict=True):
             row.seen[plan.tier] += num
-        # Rows that waited for one of these have its keys and values before it may end.
-        self.sharing.ready(self._near())
         for row, said in zip(plan.rows, views, strict=True):
             self._hear(plan.tier, row, said, stamp, tick)
         if self.load is not None and tick.passed is not None and max(plan.num_tokens) <= SHORT_FEED:
@@ -230,7 +231,7 @@ class Engine:
             row.rides = Tier.LARGE in self.tiers and len(row.levels) == 1 and row.constraint is None
             row.greedy_drafts = Tier.LARGE in self.distant and row.request.policy.verified
             self.waiting.popleft()
-            self.sharing.join(row)
+            self.sharing.join(row, self.rows)
             self.rows.append(row)
             self.rounds.count()
             out = Output()

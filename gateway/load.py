@@ -94,10 +94,10 @@ class Load:
     """
 
     def __init__(
-        self, costs: Mapping[Tier, CostTable], longest: int = 32, *, ride_along: bool = False
+        self, costs: Mapping[Tier, CostTable], longest: int = 32, *, ride_along: bool | None = False
     ) -> None:
         self.costs = dict(costs)
-        self.rides = ride_along
+        self.rides = ride_along is not False
         self.pace = dict.fromkeys(self.costs, 1.0)
         self.longest = longest
         self.keep, self.hit, self.lookup_hit, self.ride_hit, self.guess_hit = BELIEVED

@@ -83,7 +83,7 @@ class Loaded:
             **options,
         )
 
-    def load(self, *, ride_along: bool = False) -> Load | None:
+    def load(self, *, ride_along: bool | None = False) -> Load | None:
         """What caps drafts, by the measured costs; None where they were not measured."""
         if self.costs is None:
             return None
@@ -104,26 +104,25 @@ class EngineOptions(TypedDict, total=False):
     prefixes: PrefixCache | None
     degrades: bool
     draft_ahead: bool
-    ride_along: bool
+    ride_along: bool | None
 
 
 def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     """The pair that the config names, fetched and converted where it is missing, behind a running worker."""
-    read = load_pair if config.remote.engine is None else load_small
-    loaded = read(config, timed=_adapts(config))
+    load = load_pair if config.remote.engine is None else load_small
+    loaded = load(config, timed=_adapts(config))
     check_calibrated(config, loaded.served)
     check_probes(config, loaded.models[Tier.SMALL].hidden_size)
     engine = config.engine
-    load = loaded.load(ride_along=engine.ride_along is not False)
     worker = Worker(
         loaded.engine(
             Scheduler(engine.large_wait_ms / 1000, engine.prefill_chunk),
             engine.max_rows,
             engine.max_model_len,
-            load=load,
+            load=loaded.load(ride_along=engine.ride_along),
             degrades=config.remote.on_large_failure == "degrade",
             draft_ahead=config.remote.draft_ahead,
-            ride_along=rides_along(engine.ride_along, load),
+            ride_along=engine.ride_along,
             answers=_answers(config, loaded.tokenizer),
             prefixes=PrefixCache(engine.prefix_slots),
         ),
@@ -133,11 +132,6 @@ def load_worker(config: Config, observers: Sequence[Observer]) -> Worker:
     )
     worker.start()
     return worker
-
-
-def rides_along(asked: bool | None, load: Load | None) -> bool:
-    """Whether deferred tokens ride along: as asked, else where something tells when that pays."""
-    return load is not None if asked is None else asked
 
 
 def load_pair(config: Config, *, timed: bool) -> Loaded:

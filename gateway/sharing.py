@@ -21,7 +21,7 @@ from gateway.tier import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """Another row, how many tokens its prompt has in common with one's own, and whether it came first."""
+    """Another row, how many tokens of its prompt one's own may take over, and whether it came first."""
 
     row: Row
     num: int
@@ -34,48 +34,42 @@ class Sharing:
     def __init__(self, tiers: Mapping[Tier, Scorer], costs: Mapping[Tier, CostTable] | None) -> None:
         self.tiers = tiers
         self.costs = costs
-        self._rows: dict[int, Row] = {}
         self._kin: dict[int, dict[int, Kin]] = {}
 
-    def join(self, row: Row) -> None:
-        """A row starts; what others have read of its prompt it has from now on."""
+    def join(self, row: Row, running: Sequence[Row]) -> None:
+        """A row starts beside those running; what they have read of its prompt it has from now on."""
         mine: dict[int, Kin] = {}
-        for key, other in self._rows.items():
+        for other in running:
             if other.request.scope != row.request.scope:
                 continue
             num = common_length(row.request.prompt_ids, other.request.prompt_ids)
             if num >= LEAST_TOKENS:
-                mine[key] = Kin(other, num, True)
-                self._kin[key][id(row)] = Kin(row, num, False)
-        self._rows[id(row)] = row
+                mine[id(other)] = Kin(other, _may_take(row, num), True)
+                self._kin[id(other)][id(row)] = Kin(row, _may_take(other, num), False)
         self._kin[id(row)] = mine
         for tier in self.tiers:
-            self._waits(row, tier)
+            self._catch_up(row, tier)
 
     def leave(self, row: Row) -> None:
         """A row goes, and its blocks with it: what it has read of others' prompts they have from now on."""
-        del self._rows[id(row)]
         for key, kin in self._kin.pop(id(row)).items():
-            del self._kin[key][id(row)]
+            num = self._kin[key].pop(id(row)).num
             for tier in self.tiers:
-                self._copy(row, kin.row, tier, min(kin.num, row.seen[tier]))
+                self._copy(row, kin.row, tier, min(num, row.seen[tier]))
 
     def ready(self, rows: Sequence[Row]) -> list[Row]:
         """Those of the rows that do not wait for another; each has what others have read at its tier."""
-        return [row for row in rows if not self._waits(row, row.tier)]
+        return [row for row in rows if self._catch_up(row, row.tier)]
 
-    def _waits(self, row: Row, tier: Tier) -> bool:
-        """Whether another row is about to read enough of this one's prompt at the tier; if none is, copy what
-        others have read.
-
-        The last prompt token is always read anew: its logits decide the first output token.
-        """
-        most, seen = row.num_prompt - 1, row.seen[tier]
-        if most - seen < LEAST_TOKENS or row.request.prompt_logprobs:
-            return False
+    def _catch_up(self, row: Row, tier: Tier) -> bool:
+        """Give a row what others have read of its prompt at the tier, unless one is about to read enough
+        more: whether it need not wait for that."""
+        seen = row.seen[tier]
+        if row.num_prompt - seen <= LEAST_TOKENS:
+            return True
         source, read, promised, alike = row, seen, seen, 0
         for kin in self._kin[id(row)].values():
-            num, ahead = min(kin.num, most), kin.row.seen[tier]
+            num, ahead = kin.num, kin.row.seen[tier]
             if min(num, ahead) > read:
                 source, read = kin.row, min(num, ahead)
             # What is short is read in the next pass; what is long may wait for others, and takes several.
@@ -85,14 +79,13 @@ class Sharing:
             if ahead > seen or (kin.first and ahead == seen):
                 promised = max(promised, num)
         if promised - read >= LEAST_TOKENS and self._pays(tier, promised - read, alike):
-            return True
+            return False
         self._copy(source, row, tier, read)
-        return False
+        return True
 
     def _copy(self, source: Row, row: Row, tier: Tier, num: int) -> None:
         """Give a row the first num tokens that another has read, where that is worth it."""
-        num = min(num, row.num_prompt - 1)
-        if num - row.seen[tier] >= LEAST_TOKENS and not row.request.prompt_logprobs:
+        if num - row.seen[tier] >= LEAST_TOKENS:
             self.tiers[tier].copy_prefix(source.blocks, row.blocks, num)
             row.seen[tier] = num
 
@@ -103,6 +96,12 @@ class Sharing:
             return True
         cost = self.costs[tier]
         return cost((alike + 1) * num) - cost(num) > cost(1)
+
+
+def _may_take(row: Row, num_common: int) -> int:
+    """Tokens that a row need not read itself. The last prompt token is always read anew, since its logits
+    decide the first output token; whoever is owed views of the prompt reads all of it."""
+    return 0 if row.request.prompt_logprobs else min(num_common, row.num_prompt - 1)
 
 
 def _is_long(row: Row, tier: Tier) -> bool:

@@ -10,7 +10,6 @@ from fakes import Answer, Logits, ask_for, decode_one, fake_engine, near, noise_
 
 from gateway.core import Accept, Mode, Outcome, Reason, Tier
 from gateway.load import CostTable, Load
-from gateway.loading import rides_along
 from gateway.policy import Policy
 from gateway.recorded import COLUMNS
 from gateway.replay import replay
@@ -119,7 +118,7 @@ def test_by_default_it_rides_where_costs_tell_when_that_pays(
 ) -> None:
     flat = CostTable((1, 8), (10.0, 10.0))
     load = Load({Tier.SMALL: flat, Tier.LARGE: flat}) if costs else None
-    assert rides_along(asked, load) is rides
+    assert fake_engine(OTHER, LARGE, vocab_size=VOCAB, load=load, ride_along=asked).rounds.ride_along is rides
 
 
 def test_it_rides_while_its_share_of_the_pass_is_cheaper_than_what_it_saves() -> None:

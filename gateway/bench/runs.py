@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from gateway.bench.taped import recording
 from gateway.config import EngineConfig
 from gateway.core import Sampling, Tick, Tier
-from gateway.load import Load
-from gateway.loading import Loaded, rides_along
+from gateway.loading import Loaded
 from gateway.policy import Policy
 from gateway.prefix import PrefixCache
 from gateway.request import Request
@@ -99,15 +98,13 @@ class Bench:
         on_tick: Callable[[Tick], None] = lambda _: None,
     ) -> Measured:
         """All prompts to the end, num_rows at a time (by default all at once); on_tick sees every tick."""
-        load = None
-        if setting.adapt and self.loaded.costs is not None:
-            load = Load(self.loaded.costs, ride_along=self.ride_along is not False)
+        most_rows = num_rows or len(prompts)
         engine = self.loaded.engine(
             Scheduler(LARGE_WAIT_S, PREFILL_CHUNK),
-            num_rows or len(prompts),
+            most_rows,
             self.max_model_len,
-            load=load,
-            ride_along=rides_along(self.ride_along, load),
+            load=self.loaded.load(ride_along=self.ride_along) if setting.adapt else None,
+            ride_along=self.ride_along,
             prefixes=PrefixCache(EngineConfig().prefix_slots),
         )
         requests = self.requests(setting, prompts, max_tokens)
@@ -115,7 +112,7 @@ class Bench:
             for request in requests:
                 engine.check(request)
                 engine.add(request)
-            gathered = _Gathered(time.perf_counter(), min(num_rows or len(prompts), len(prompts)))
+            gathered = _Gathered(time.perf_counter(), min(most_rows, len(prompts)))
             while not engine.idle:
                 tick = engine.tick()
                 if record is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gateway.config import Config
 from gateway.core import Tier
 from gateway.load import CostTable
-from gateway.loading import check_pair, load_pair, rides_along
+from gateway.loading import check_pair, load_pair
 from gateway.prefix import PrefixCache
 from gateway.request import Served
 from gateway.scheduler import Scheduler
@@ -44,6 +44,6 @@ def runner_for(
         rows,
         config.engine.max_model_len,
         prefixes=PrefixCache(KEPT_ROWS),
-        ride_along=rides_along(config.engine.ride_along if ride_along is None else ride_along, None),
+        ride_along=config.engine.ride_along if ride_along is None else ride_along,
     )
     yield Machine(Runner(engine, max_tokens), loaded.served, loaded.tokenizer, loaded.costs)
